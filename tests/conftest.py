@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
-    """Saves a Qwen2 model with about 90k random weights, and the tokenizer of tools/tiny.py."""
+    """Saves a Qwen2 model with random weights, and the tokenizer of tools/tiny.py."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tools.tiny import make_tokenizer
@@ -48,24 +48,23 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) ->
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """Returns the folder of a random model whose head and token embedding are one weight."""
+    """Returns the folder of a random model with tied weights."""
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory) -> str:
-    """Returns the folder of a random model whose head and token embedding have separate weights."""
+    """Returns the folder of a random model whose head has its own weights."""
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1.0):
-    """Yields `n` samples of each prompt (prompt_id -> token ids). Other arguments: see Engine.generate."""
+    """Yields `n` samples of each prompt (prompt_id -> token ids)."""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 
 
 def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
-    """Returns whether `true()` became true within `seconds`."""
     end = time.monotonic() + seconds
     while not true() and time.monotonic() < end:
         time.sleep(pause)
@@ -86,15 +85,15 @@ class Operations(TorchDispatchMode):
 
 # --- ranks
 #
-# pytest's process forks the ranks, but it must not fork after it has started vLLM or a process group.
-# test_z_engines.py starts both, so it has a name that makes it the last file in pytest's order.
+# pytest's process forks the ranks. After it has started vLLM or a process group, it must not fork.
+# test_z_engines.py starts both, so its name makes it the last file.
 
 
 def _rank(target, rank, world, port, file, args):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # Forked processes share tqdm's lock. A rank killed while it draws a progress bar would keep the lock.
+    # Forked processes share tqdm's lock, and a killed rank would keep it.
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()
@@ -102,7 +101,7 @@ def _rank(target, rank, world, port, file, args):
 
 
 def start_ranks(world: int, target, *args):
-    """Starts ranks that run target(*args). Returns the processes and a temporary folder for the results."""
+    """Starts ranks that run target(*args). Returns the processes and a folder for the results."""
     import multiprocessing as mp
     import socket
     import tempfile
@@ -152,7 +151,7 @@ def respond(problem, text, turn):
 
 @pytest.fixture(scope="session")
 def base(tiny, tmp_path_factory):
-    """Returns a config for 4 steps of PPO on 40 sums. The reward is the fraction of digits in a response."""
+    """Returns a config for 4 steps of PPO. The reward is the fraction of digits in a response."""
     from configs import PRESETS
 
     folder = tmp_path_factory.mktemp("data")
@@ -168,7 +167,7 @@ def base(tiny, tmp_path_factory):
 
 
 def run(cfg, out, ranks=1):
-    """Trains into the folder `out`. Returns the metrics and the exported policy's weights by name."""
+    """Trains into the folder `out`. Returns the metrics and the exported weights."""
     from ranks import main
     from safetensors.torch import load_file
 
@@ -180,14 +179,14 @@ def run(cfg, out, ranks=1):
 
 
 def maths(rows):
-    """Returns rows of metrics without times, speeds and memory, which differ even between equal runs."""
+    """Returns metrics without times, speeds and memory."""
     clock = ("time", "tokens_per_s", "tflops", "mem")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 
 
 @pytest.fixture(scope="session")
 def two_ranks(base, tmp_path_factory):
-    """Returns folder, metrics and exported weights of a run of `base` on 2 ranks."""
+    """Returns folder, metrics and exported weights of a run on 2 ranks."""
     out = tmp_path_factory.mktemp("run") / "a"
     return out, *run(base, out, ranks=2)
 

@@ -1,8 +1,5 @@
-"""Tiny random models of every supported family, and functions that compare our models with transformers'.
-
-Every setting of a family, such as a multiplier or a window, has a value that changes the model's output. If
-our model ignores a setting, the comparison fails.
-"""
+"""Tiny random models of every supported family, and comparisons with transformers' models. Every setting of a
+family changes the model's output, so a setting that is ignored makes a comparison fail."""
 
 import copy
 from dataclasses import replace
@@ -29,8 +26,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_posit
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
-# Name of a test model -> settings of its config.json, besides those that make() gives to all models. The name
-# up to the first `-` is the config's model_type.
+# Name of a test model -> settings of its config.json. The name up to the first `-` is the model_type.
 MODELS = {
     "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
     "qwen2-untied": dict(),
@@ -64,7 +60,7 @@ KEPT = []  # vLLM engines that must stay alive: freeing one would destroy state 
 
 
 def make(folder: Path, name: str) -> str:
-    """Saves the model `name` of MODELS, with random weights and a byte tokenizer. Returns the folder."""
+    """Saves the model `name` of MODELS with random weights. Returns the folder."""
     tokenizer = make_tokenizer()
     # vLLM's CPU attention takes no head size below 32 (hidden_size / num_attention_heads).
     common = dict(
@@ -84,7 +80,7 @@ def make(folder: Path, name: str) -> str:
 
 
 def original(path: str) -> torch.nn.Module:
-    """Returns transformers' model of the folder `path`: fp32, eager attention, no dropout."""
+    """Returns transformers' model of the folder `path` in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
 
@@ -100,8 +96,8 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Compares our model with transformers'. Returns the largest differences: of log-probs, in nats ("logp");
-    of a parameter's gradients, divided by their norm plus 0.1 % of the whole gradient's norm ("gradient")."""
+    """Returns the largest differences from transformers: "logp" in nats, "gradient" relative to its norm plus
+    0.1 % of the whole gradient's."""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -117,7 +113,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Returns the largest difference between the buffers of our model and of transformers' model."""
+    """Returns the largest difference from transformers' buffers."""
     theirs = dict(original(path).named_buffers())
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -125,7 +121,7 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 
 
 def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between the log-probs of trainer and engine (torch or vllm)."""
+    """Returns the largest difference in nats between the log-probs of trainer and engine."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
@@ -151,15 +147,15 @@ def compare_vllm(paths: list[str]) -> list[float]:
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Rounds the weights to bfloat16, the dtype of exports, so that an export changes no weight."""
+    """Rounds the weights to bfloat16, so that an export changes no weight."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`. transformers loads both exports, and we load the critic's. Returns
-    by how much their log-probs and values differ at most from those before the export."""
+    """Exports policy and critic to `out`. Returns by how much the log-probs and values of the loaded exports
+    differ at most."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
@@ -176,7 +172,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Runs the exported critic in transformers. Returns (N,): its value before each sample's last token."""
+    """Returns (N,): the exported critic's value before each sample's last token."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -34,7 +34,7 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples, four per prompt. The first two of a prompt may begin alike."""
+    """Returns random graded samples, four per prompt."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -70,9 +70,8 @@ def all_gradients(jobs) -> list[dict]:
 
 
 def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
-    """Computes one update of policy and critic on all samples. Returns the unsharded gradient of each
-    parameter ("policy.NAME", "critic.NAME"), the update's "metrics", this rank's number of "packs", and the
-    numbers of FSDP's gathers and all-reduces ("sent")."""
+    """Computes one update of policy and critic. Returns the unsharded gradients, "metrics", this rank's
+    number of "packs", and the numbers of FSDP's gathers and all-reduces ("sent")."""
     world = dist.init("cpu", "float32")
     shard = dist.shard
     with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):
@@ -111,7 +110,7 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns the whole weights, by name, of a model that is sharded over the ranks."""
+    """Returns a sharded model's whole weights by name."""
     world = dist.init("cpu", "float32")
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -123,7 +122,7 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Makes three updates with moves of the state to the host, and three without. Returns both results."""
+    """Makes three updates with moves of the state to the host, and three without."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -161,7 +160,7 @@ def resolved(name: str) -> str:
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
-    """Returns each model's log-probs of make_samples(5). The models are sharded over the ranks."""
+    """Returns the sharded models' log-probs of make_samples(5)."""
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
@@ -187,7 +186,7 @@ def main(cfg, with_report: bool = False) -> str:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepares a run. Returns its first step ("start") and whole tensors by name, or a user error."""
+    """Prepares a run. Returns its first step ("start") and whole tensors, or a user error."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -222,7 +221,7 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Trains as if rank 1 ran on another machine, which has the files of `other` in `folder`. Needs root."""
+    """Trains as if rank 1 ran on another machine, whose `folder` is `other`. Needs root."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -239,7 +238,7 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
     """Makes updates with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first left the weights as
-    they were, whether the second changed them, and the error of the fifth (the third bad one in a row)."""
+    they were, whether the second changed them, and the fifth's error."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
@@ -266,7 +265,7 @@ def gap_checked(cfg, gap: float) -> str:
 
 
 def network(local: int, *planned: float) -> list[str]:
-    """Returns the lines that dist.check_network prints. Its docstring explains `local` and `planned`."""
+    """Returns the lines that dist.check_network prints."""
     world, said = dist.init("cpu", "float32"), []
     dist.check_network(world, local, planned, said.append)
     return said
@@ -287,9 +286,8 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0, where --resample_rounds replaces groups of equal rewards. Returns "drawn" and "prompts"
-    (the prompts before and after that), "rewards" (prompt_id -> rewards, for this rank's prompts), "measured"
-    (the number of prompts in the mean of pass@n), and "alarms" (the text of alarms.jsonl)."""
+    """Samples step 0 with --resample_rounds. Returns the "drawn" and final "prompts", prompt_id -> "rewards"
+    on this rank, "measured" (the number of prompts in pass@n), and "alarms"."""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -325,12 +323,11 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Samples with vLLM. Returns a dict: 0.0 and 1.0 -> the samples at this temperature, "turns" and
-    "selfcheck" -> the results of turns_in_rounds and of checked."""
+    """Returns temperature -> vLLM's samples, and "turns" and "selfcheck": the results of turns_in_rounds and
+    of checked."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
-    # vLLM's CPU build names its shared memory by rank numbers alone and never deletes it. So two tests would
-    # use the same memory if the port were not part of the name.
+    # vLLM's CPU build names its shared memory by rank numbers alone, so two tests would use the same memory.
     name, port = Shared.make_group_name, os.environ["MASTER_PORT"]
     Shared.make_group_name = staticmethod(lambda communicator: name(communicator).replace("/", port))
     world = dist.init("cpu", "float32")
@@ -365,7 +362,7 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the messages of check_gold for the data of `cfg`. A refusal begins with "refused: "."""
+    """Returns the messages of check_gold. A refusal begins with "refused: "."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

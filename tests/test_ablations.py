@@ -30,7 +30,6 @@ WORKS = {"chain": (tasks.chain, tasks.chains), "product": (tasks.product, tasks.
 
 @pytest.mark.parametrize("task", WORKS)
 def test_a_worked_solution_is_right_in_each_of_its_steps(task):
-    """If the probability of a wrong number is 0, a solution has only true equations."""
     rng, (work, problems) = random.Random(1), WORKS[task]
     for numbers in problems(rng)[:200]:
         problem, thought, answer = work(numbers, rng, 0)
@@ -101,7 +100,6 @@ def row(accuracy, rewards=(0.5,) * 10):
 
 
 def test_a_difference_is_paired_by_seed():
-    """A seed that only the variant or only the reference has is ignored."""
     reference = {seed: row(0.1 * seed) for seed in range(8)}
     variant = {seed: row(0.1 * seed + 0.02 + 0.001 * (seed % 2)) for seed in range(6)} | {20: row(0.0)}
     runs = {("chain", "grpo"): reference, ("chain", "x"): variant}
@@ -120,7 +118,7 @@ def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
-    """The committed tables show the committed runs. To update the tables, run `python -m bench.ablations`."""
+    """To update the tables, run `python -m bench.ablations`."""
     rows = read_jsonl(ablations.RESULTS / "ablations.jsonl")
     plan = ablations.plan_of(ablations.matrix(), dict.fromkeys(ablations.TASKS, "base"))
     made = {(row["task"], row["variant"], row["seed"]) for row in rows}
@@ -162,7 +160,7 @@ def restored(monkeypatch):
 
 
 def gradient():
-    """Returns the gradient of GRPO's loss for the log-probs (4,) of a pack of two segments."""
+    """Returns the gradient of GRPO's loss for the log-probs of a pack of two segments."""
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
     mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
@@ -177,7 +175,6 @@ def test_without_the_stop_gradient_nothing_is_learned(restored):
 
 
 def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
-    """The function `advantage` of docs/forking.md replaces grpo.group_advantages."""
     file, text = tmp_path / "my.py", (ablations.ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def advantage(" in block]
     file.write_text(code)
@@ -193,7 +190,7 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
-    """The engine has weights of two steps ago and noisy logits, except in the last evaluation."""
+    """Except in the last evaluation, the engine has weights of two steps ago."""
     loaded, logits = [], torch.zeros(1000, 4)
 
     def take(self, weights):

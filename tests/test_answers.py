@@ -1,4 +1,4 @@
-r"""Tests of answers: which text of a response is the answer, and which answers equal the gold answer."""
+r"""Tests of answers: which text of a response is the answer, and which answers are equal."""
 
 import time
 
@@ -10,8 +10,7 @@ from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
-# (response, extractor -> answer). An extractor that is not listed finds no answer. Exception: "whole" is
-# never listed and returns all text after </think>.
+# (response, extractor -> answer). Extractors that are not listed find no answer, except "whole".
 FORMATS = [
     (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
     (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",
@@ -81,7 +80,7 @@ def test_extractors_have_names_and_others_are_refused():
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
     r"<answer>\boxed{1}</answer>", "\\", r"\boxed{1}" + "    or" * 20 + "!"])
 def test_every_extractor_takes_linear_time(name, unit):
-    """100 kB take 20 times as long as 5 kB. In quadratic time they would take 400 times as long."""
+    """100 kB take 20 times as long as 5 kB, and not 400 times."""
     def seconds(size):
         text = f"<answer>{unit * (size // len(unit))}</answer>"
         start = time.process_time()
@@ -95,7 +94,7 @@ def test_every_extractor_takes_linear_time(name, unit):
 
 
 def lines(text: str) -> list[list[list[str]]]:
-    """Returns, for each line, the right answers (the first is the gold answer) and the wrong answers."""
+    """Returns each line's right answers (the first is the gold answer) and wrong answers."""
     rows = text.replace("\\u200b", "\u200b").strip().splitlines()
     return [[part.split(" ~ ") for part in f"{row} ~~ ".split(" ~~ ")[:2]] for row in rows]
 
@@ -332,7 +331,7 @@ def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
 
 @pytest.mark.parametrize("right", [right for right, _ in REWRITES], ids=lambda right: right[0])
 def test_rewrites_equal_one_another(right):
-    """Skips answers with units or names (`x =`): `10 cm` and `10 m` both equal `10`, but not each other."""
+    """Skips answers with units or names: `10 cm` and `10 m` both equal `10`, but not each other."""
     if not any(mark in " ".join(right) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
         assert all(grade(a, b) for a in right for b in right)
 
@@ -345,7 +344,7 @@ def test_rewrites_equal_one_another(right):
     "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$"])
 def test_the_trainer_spends_little_on_any_answer(unit):
-    """quick_grade runs in the trainer's process, where nothing limits its time. So it must always be fast."""
+    """Nothing limits quick_grade's time in the trainer, so it must always be fast."""
     text = (unit * 2000)[:2000]
     for gold in ("7", "7+x", "(1,2)", r"\{1,2,3\}", r"5\text{ cm}", "x>2"):
         start = time.process_time()

@@ -1,4 +1,4 @@
-"""Tests of the checks at the start of a run, of the lock of a run's folder, and of signals."""
+"""Tests of the checks at a run's start, of the lock of its folder, and of signals."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """Trains on two ranks; on rank 1, `folder` has the files of `other`. Returns the error that both show."""
+    """Trains on two ranks; rank 1's `folder` has the files of `other`. Returns the error of both ranks."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -39,7 +39,7 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """The folder of --out is not on a shared disk, so each host sees a different folder."""
+    """The folder of --out is not on a shared disk."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")
@@ -98,7 +98,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """Writes to `folder` the lock of process 7 on the host "other". `owner` changes fields of the lock."""
+    """Writes to `folder` the lock of process 7 on another host, with the changes `owner`."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))
@@ -120,7 +120,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """A lock with a dead owner is taken, even if another process has the owner's id."""
+    """Even if another process has the dead owner's id."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -134,9 +134,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A run renews the time of its lock file again and again (a heartbeat). If another host's lock file has
-    an old time, a new run takes the lock at once. If the time is recent, the new run waits DEAD seconds. It
-    takes the lock if no heartbeat comes, and is refused if one comes."""
+    """A run renews the time of its lock again and again. A new run takes an old lock at once. It takes a
+    recent lock if nobody renews the lock for DEAD seconds."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -181,7 +180,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
-    """A gap of log-probs over --max_logp_gap ends the run before the first update and its save."""
+    """A gap over --max_logp_gap ends the run before the first update."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
@@ -211,7 +210,7 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """Handles 800 signals in each round. Returns the number of rounds in which one requested a stop."""
+    """Handles 800 signals in each round. Returns the number of rounds with a requested stop."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0
@@ -230,7 +229,7 @@ def test_a_signal_may_come_while_another_is_handled():
 
 
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
-    """A folder named plot.png makes the report fail after the models are saved. The run prints one line."""
+    """A folder named plot.png makes the report fail, after the models are saved."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     (tmp_path / "plot.png").unlink(missing_ok=True)
     (tmp_path / "plot.png").mkdir()

@@ -1,4 +1,4 @@
-"""Tests of checkpoints and exports, and of runs with a kill, a full disk, a stall or a NaN."""
+"""Tests of checkpoints and exports, with kills, full disks, stalls and NaNs."""
 
 import binascii
 import dataclasses
@@ -37,20 +37,19 @@ from tools.tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
-    """Returns whether `run_`, a result of conftest.run, equals the fixture `two_ranks`, bit by bit."""
+    """Returns whether `run_` equals the fixture `two_ranks` bit by bit."""
     rows, policy = run_
     _, rows_, policy_ = two_ranks
     return maths(rows) == maths(rows_) and all(torch.equal(policy[k], policy_[k]) for k in policy_)
 
 
 def restore(count, base, out):
-    """Loads the run `out` on `count` ranks. Returns each rank's first step ("start") and all tensors."""
+    """Loads the run `out` on `count` ranks. Returns the first steps and all tensors."""
     cfg = dataclasses.replace(base, resume=str(out), out=f"{out}-on-{count}")
     return run_ranks(count, ranks.prepared, cfg)
 
 
 def equal(a, b):
-    """Returns whether two dictionaries of tensors are equal, bit by bit."""
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
@@ -62,7 +61,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """Put together, the slices in the files are the tensors of a resumed run. Other files are JSON."""
+    """The slices in the files are the tensors of a resumed run. Other files are JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -94,7 +93,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains for 6 steps. With `out`, saves after 3 and resumes. Returns warnings, states (policy, ref)."""
+    """Trains for 6 steps. With `out`, saves after 3 and resumes. Returns warnings and states."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "noted": {}}
 
@@ -129,7 +128,7 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """Training continues during the save. Of four ranks, two hold copies of shards and write no tensors."""
+    """Training continues during the save. Two of four ranks hold copies of shards and write no tensors."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -172,7 +171,6 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, v
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tmp_path):
-    """One of two ranks gets SIGUSR1. The resumed run equals an uninterrupted run."""
     out = tmp_path / "s"
     cfg = dataclasses.replace(base, out=str(out), save_every=0)
     assert run_ranks(2, ranks.stopped, cfg, ranks.has_steps, cfg, 1) == ["", ""]
@@ -183,7 +181,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tm
 
 @pytest.fixture
 def disk(request, tmp_path):
-    """Returns the folder of a small disk in memory. The test's parameter `disk` is the disk's size."""
+    """Returns the folder of a small disk in memory. The parameter `disk` is its size."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", folder]
@@ -232,7 +230,7 @@ def marked(out, steps):
     ({1: 0.3, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.6}, [2, 4, 5], 2),
     ({999_998: 0.1, 999_999: 0.5, 1_000_000: 0.5}, [999_999, 1_000_000], 1_000_000)])
 def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
-    """--keep 2 keeps the two newest checkpoints and the best one, to which the link `best` leads."""
+    """--keep 2 keeps the two newest checkpoints and the best one."""
     marked(tmp_path, scores)
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -274,7 +272,7 @@ def test_what_may_differ_on_resume():
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
-    """NaN or infinite gradients change no weight. The third such update in a row ends the run."""
+    """The third such update in a row ends the run."""
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
     assert "in step 0, and the last complete checkpoint is none" in ended
@@ -358,7 +356,7 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
 
 
 def test_signals_are_handled_only_while_training(capfd):
-    """After training the old handlers are back, and the end of the grace period does not kill the process."""
+    """After training, the grace period does not end the process."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -369,7 +367,6 @@ def test_signals_are_handled_only_while_training(capfd):
 
 
 def tree(folder):
-    """Returns relative path -> bytes of each file, or target of each link."""
     return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes()
             for p in sorted(folder.rglob("*")) if p.is_symlink() or p.is_file()}
 
@@ -382,7 +379,7 @@ def copy_of(two_ranks, out):
 
 @pytest.mark.parametrize("where", ["run", "run/ckpt", "mine", "link", "mine/thesis.tex", "dangling"])
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
-    """An export onto a user's files is refused before it reads the checkpoint, which is damaged here."""
+    """The export is refused before it reads the checkpoint, which is damaged here."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
     (tmp_path / "mine").mkdir()
@@ -433,7 +430,7 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A save replaces the folder of a crashed save, unless the folder is a link or has a user's files."""
+    """A save replaces the folder of a crashed save, but no link and no user's files."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -461,7 +458,7 @@ def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
 
 
 def small(out, **changes):
-    """Returns a Saver for `out`, its models, and its list of warnings. Every rank must call this function."""
+    """Returns a Saver for `out`, its models, and its list of warnings. Call on every rank."""
     mesh = dist.mesh(dist.init("cpu", "float32"))
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)), mesh=mesh)
@@ -476,8 +473,8 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     assert "step_000004" in said and "(--steps 4), or another --out, where --start_from" in said
 
 
-# Edit of the model folder -> (file, text in it, new text, part of the error). Without a text, one bit of the
-# file is flipped. An error of "" means that the run resumes.
+# Edit of the model folder -> (file, text in it, new text, part of the error). Without a text, one bit is
+# flipped. Without an error, the run resumes.
 EDITS = {
     "nothing": ("config.json", "{", "{", ""),
     "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
@@ -492,7 +489,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """On resume, the model may be moved or saved again. Without a KL term, it may have other weights."""
+    """The model may be moved or saved again. Without a KL term, its weights may differ."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -530,7 +527,7 @@ def in_zones(zones, main, *args):
 
 
 def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_path, capfd):
-    """Two ranks start on different dates. Resume and export keep the date of rank 0's first start."""
+    """Ranks start on different dates. Resume and export keep the date of rank 0's first start."""
     tokenizer, folder = make_tokenizer(), shutil.copytree(base.model, tmp_path / "model")
     tokenizer.chat_template = "[{{ strftime_now('%d %b %Y') }}]{{ messages[-1].content }}"
     tokenizer.save_pretrained(folder)
@@ -560,7 +557,7 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """Resume, export and `python ckpt.py verify` name the file that has changed."""
+    """Resume, export and `python ckpt.py verify` name the changed file."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -587,7 +584,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
 
 
 def poisoned(out, what):
-    """Saves finite numbers, then NaN or infinity on rank 1. Returns the second save's message."""
+    """Saves finite numbers, then NaN or infinity. Returns the second save's message."""
     saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
@@ -631,7 +628,7 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
 
 
 def busy(out, steps, disk):
-    """Saves after each of `steps` with --keep 1, and calls disk() after the first. Returns the warnings."""
+    """Saves after each of `steps` with --keep 1, and calls disk() after the first. Returns warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
         saver.save(step, wait=True)
@@ -641,7 +638,7 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """Saves still work, and leave a user's copies of checkpoints, folders, files and links as they are."""
+    """A user's copies of checkpoints, folders, files and links stay."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
@@ -773,7 +770,7 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """The restarted run makes the link `best`, deletes old and unfinished saves, and saves nothing."""
+    """The restarted run only makes the link `best` and deletes old and unfinished saves."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

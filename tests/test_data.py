@@ -34,7 +34,7 @@ def test_partition_is_balanced_and_respects_the_cap():
 
 
 def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
-    """In a minibatch all ranks have equally many packs, and no pack is longer than --pack_len."""
+    """All ranks have equally many packs, none longer than --pack_len."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
     lengths, prompts = np.random.default_rng(0).integers(5, 100, 256), np.arange(256) // 4
     on_one_rank = None
@@ -52,12 +52,12 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """A prompt's short samples share a pack, its long ones do not. No rank may be left without a pack."""
+    """A prompt's short samples share a pack, its long ones do not."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
     def packs_of_prompts(lengths: np.ndarray, ranks: int) -> list[set[int]]:
-        """Returns, for each prompt, the numbers of the packs that have samples of this prompt."""
+        """Returns, for each prompt, the numbers of the packs that have its samples."""
         prompts = np.arange(len(lengths)) // 8
         minibatch, = data.assign(lengths, lengths, prompts, ranks, cfg, step=0)
         numbers = [set() for _ in range(len(lengths) // 8)]
@@ -72,7 +72,7 @@ def test_short_samples_of_a_prompt_stay_together():
 
 
 def test_shared_prefixes_are_computed_once():
-    """Tokens share an entry of `unique` if they and all before them are equal. `inverse`: token -> entry."""
+    """Tokens share an entry of `unique` if all tokens up to them are equal. `inverse`: token -> entry."""
     samples = make_samples(12)
     samples.append(data.replace(samples[5], sample_id=9))  # this response occurs twice
     other = samples[7]

@@ -1,9 +1,5 @@
 """Tests that the commands in README.md, CONTRIBUTING.md and docs/*.md run, and that named flags, files and
-functions exist.
-
-The tests find a command only in an indented block, a `bash` block or a `code span`, and a function only as
-`module.name`.
-"""
+functions exist. Commands are found only in indented blocks, `bash` blocks and `code spans`."""
 
 import ast
 import dataclasses
@@ -48,8 +44,7 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# Reason -> starts of commands that the tests do not run. test_train.py, test_turns.py, test_recipes.py and
-# test_ablations.py run parts of these programs, with small models.
+# Reason -> starts of commands that the tests do not run.
 CANNOT = {
     "takes minutes or hours": (
         "make demo", "make gsm8k", "make rehearse", "make chaos", "make bench", "python -m bench.tasks",
@@ -72,7 +67,7 @@ GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", 
 
 
 def commands() -> list[str]:
-    """Returns every command in the docs, each as one line without its comment."""
+    """Returns every command in the docs, as one line without its comment."""
     blocks = re.findall(r"(?:^    .*\n)+", PROSE, re.M)
     blocks += [body for kind, body in FENCED if kind in ("", "bash", "sh")]
     lines = [line for b in blocks for line in re.sub(r"\\\n\s*", " ", b).splitlines()] + SPANS
@@ -81,7 +76,7 @@ def commands() -> list[str]:
 
 
 def tables(text: str, first: str) -> list[list[list[str]]]:
-    """Returns the Markdown tables in `text` whose first head cell is `first`, each as a list of rows."""
+    """Returns the Markdown tables in `text` whose first head cell is `first`, as lists of rows."""
     found = []
     for block in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
         lines = [line for line in block.splitlines() if not re.fullmatch(r"[|:\s-]+", line)]
@@ -104,7 +99,7 @@ def settings(cell: str) -> dict:
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """Returns what replaces placeholders such as RUN or OUT in the docs' commands."""
+    """Returns what replaces placeholders such as RUN in the docs' commands."""
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
@@ -116,7 +111,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…`, run in a fork, which need not import torch again."""
+    """Returns the output of `python WORDS…`, run in a fork, which need not import torch."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)
@@ -193,8 +188,7 @@ def test_shell_scripts_are_shell():
 STAND_INS = {  # these scripts replace Slurm's programs and write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # srun acts like a training: it runs until SIGUSR1, then saves for 0.3 s. With ENDS set, it exits with
-    # status 3.
+    # Runs until SIGUSR1, then saves for 0.3 s. With ENDS set, exits with status 3.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -204,7 +198,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After Slurm's signal the script waits for the save. It requeues unless the run is finished (`last`)."""
+    """After Slurm's signal, a run that is not finished (`last`) is requeued."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))
@@ -311,7 +305,7 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has a row for each fault of bench/chaos.py, and the row `node` for --nodes 2."""
+    """docs/faults.md has a row for each fault of bench/chaos.py."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -343,7 +337,7 @@ def test_the_loop_calls_what_train_calls_in_its_order():
 
 
 def test_the_files_are_all_listed_and_import_only_downwards():
-    """A file imports only files that come later in README's table, or files of its own folder."""
+    """A file imports only later files of README's table, or files of its own folder."""
     (table,) = tables(README, "file")
     floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
@@ -379,7 +373,7 @@ def test_the_hours_are_the_plans():
 
 
 def test_a_flag_of_another_library_is_answered_with_ours():
-    """The FAQ's table lists flags of other libraries. If torz has no such flag, the error names ours."""
+    """The FAQ's table lists flags of other libraries."""
     (table,) = tables(DOCS["docs/faq.md"], "torz")
     for ours, *cells in table[1:]:
         for name in (re.findall(r"`(\w+)`", cell)[-1] for cell in cells if "`" in cell):

@@ -55,7 +55,6 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
 
 
 def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    """None recomputes nothing; n recomputes n layers in whole, and only cheap operations of the others."""
     pack, gradients = data.pack(ranks.make_samples(16)), []
     for whole in (None, 0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
@@ -68,7 +67,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created without values, so buffers (rotary frequencies) are computed afterwards."""
+    """Models are created without values; their buffers are computed afterwards."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -109,7 +108,7 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """tools/plan.py ignores some norms and biases, so its number of parameters may be wrong by 1 %."""
+    """tools/plan.py ignores some norms and biases."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
@@ -118,7 +117,6 @@ def test_the_plan_counts_the_parameters(folder):
 
 
 def test_shards_of_two_ranks_compute_the_same(folder_of):
-    """Sharded models must also scale Gemma 3's embedding and Cohere's logits by the config's factors."""
     paths = [folder_of(name) for name in ("gemma3_text", "cohere")]
     for of_rank in run_ranks(2, ranks.sharded_logp, paths):
         for path, logp in zip(paths, of_rank, strict=True):
@@ -128,7 +126,6 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 
 def test_vllm_agrees_with_the_trainer(folder_of):
-    """vLLM runs olmo3 with transformers' class, and the five other families with vLLM's own classes."""
     paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
     assert max(gaps) < 1e-4, gaps
@@ -165,7 +162,7 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
     ("llama", dict(model_type=""), "has model_type '', which")])
 def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_path):
-    """The error for a setting names the family. The error for an unknown family lists the known families."""
+    """The error names the family. For an unknown family it lists the known ones."""
     path = changed_folder(folder_of(name), tmp_path / "model", **changes)
     with pytest.raises(UserError, match=words) as e:
         model.load_config(path)
@@ -182,7 +179,7 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
 
 
 def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
-    """GPUs use PyTorch's varlen_attn. If it has no sliding windows, a model that needs them is refused."""
+    """Without sliding windows in varlen_attn, a model that needs them is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.load_config(folder_of("olmo3"))
     monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})
@@ -222,14 +219,14 @@ def test_a_critic_or_a_teacher_with_another_tokenizer_is_refused(folder_of, tmp_
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Returns an empty folder that replaces the Hugging Face cache. The network is off."""
+    """Returns an empty folder in place of the Hugging Face cache. The network is off."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
 
 
 def put_into_cache(hub: Path, source: str) -> Path:
-    """Copies the model folder `source` into the cache as org/tiny. Returns the snapshot folder."""
+    """Copies the model folder `source` into the cache as org/tiny."""
     snapshot = hub / "models--org--tiny" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     changed_folder(source, snapshot)
@@ -247,7 +244,7 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
-    """A copy into the cache takes the place of the download. Rank 0 makes the copy, and rank 1 waits."""
+    """A copy into the cache takes the place of the download."""
     from_hub = model.snapshot_download
 
     def snapshot_download(name, local_files_only=False, **options):

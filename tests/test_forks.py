@@ -31,50 +31,49 @@ def told(start: str) -> str:
     return block
 
 
-# A fork is a copy of the program with a list of edits: (file, old text, new text). Most new texts come from
-# docs/forking.md.
-# Section 1 of docs/forking.md, OPO (arXiv 2505.23585): the baseline is the mean reward, weighted by length.
+# A fork is a copy of the program with a list of edits: (file, old text, new text).
+# Section 1 of docs/forking.md, OPO (arXiv 2505.23585).
 OPO = [("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
        ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
         told("    if cfg.advantage == "))]
-# Section 1 of docs/forking.md, SAPO (arXiv 2511.20347): a sigmoid of the ratio replaces the clip.
+# Section 1, SAPO (arXiv 2511.20347).
 SAPO = [("configs.py", 'ratio: Literal["token", "sequence", "clipped"]',
          'ratio: Literal["token", "sequence", "clipped", "soft"]'),
         ("grpo.py", '    elif ratio in ("token", "sequence"):',
          told('    elif ratio == "soft":') + '    elif ratio in ("token", "sequence"):')]
-# Section 2 of docs/forking.md: the reference is a moving average of the policy's weights.
+# Section 2: the reference is a moving average of the policy's weights.
 AVERAGE = [("train.py", """    if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)
 """, told("    for old, new in zip(run.ref"))]
-# Section 3 of docs/forking.md: a new metric is the number of digits in a response.
+# Section 3: a new metric.
 DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
            '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
-# Section 4 of docs/forking.md: the engine ends a response that repeats itself.
+# Section 4: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
         ("engines/torch_engine.py", "        if self.cfg.stop:\n",
          told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
         ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS)]
-# Section 4 of docs/forking.md: a run ends when nearly all samples are right.
+# Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
-# Section 5 of docs/forking.md: training data is read from CSV files.
+# Section 5: data from CSV files.
 CSV = [("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
        ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":'))]
-# Section 6 of docs/forking.md: an engine without a cache computes the whole sequence for each token.
+# Section 6: an engine without a cache.
 ENGINE = [("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
           ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),
           ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
            told("from engines.slow_engine"))]
-# Section 7 of docs/forking.md: Muon optimizes the matrices of the layers.
+# Section 7: Muon optimizes the matrices of the layers.
 MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
          "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
          told("    matrices = "))]
-# Section 8 of docs/forking.md: checkpoints are copied to S3.
+# Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(")),
       ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST)]
-# Section 9 of docs/forking.md: the reward has a second part, which falls with the response's length.
+# Section 9: the reward has a second part.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
@@ -84,12 +83,12 @@ FOLDERS = ("", "engines", "grading", "guard", "tools")
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """Returns name -> path of the program's files. A name is like `engines/torch_engine.py`."""
+    """Returns name -> path of the program's files. Example of a name: `engines/torch_engine.py`."""
     return {p.relative_to(root).as_posix(): p for folder in FOLDERS for p in (root / folder).glob("*.py")}
 
 
 def fork(folder: Path, edits) -> str:
-    """Copies the program to `folder` and edits the copy. Returns the path of `folder`."""
+    """Copies the program to `folder` and edits the copy. Returns the folder."""
     for name, file in sources(ROOT).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / name)
@@ -107,15 +106,14 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """This file uses all code blocks of docs/forking.md but four, which test_turns.py, test_ablations.py and
-    test_reward.py use."""
+    """Other test files use four of the code blocks in docs/forking.md."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
         "advantage", "judge", "limit", "respond"]
 
 
 def become(folder: str) -> None:
-    """Makes later imports of this process load the program from `folder`."""
+    """Makes later imports load the program from `folder`."""
     for name in sources(ROOT):
         sys.modules.pop(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     sys.modules.pop("ranks", None)
@@ -130,7 +128,7 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns a dict: kind of --advantage -> (advantages, policy gradient); also "rewards" and "lengths"."""
+    """Returns kind of --advantage -> (advantages, policy gradient); also "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -148,7 +146,7 @@ def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_advantage(tiny, tmp_path):
-    """OPO's baseline is a mean weighted by length. So a group's sum of length × advantage is 0."""
+    """OPO's baseline is a mean weighted by length, so a group's sum of length × advantage is 0."""
     kinds = ["group_mean", "length_weighted"]
     results = run_ranks(1, advantages_and_gradients, fork(tmp_path, OPO), tiny, kinds)[0]
     advantages, gradient = results["length_weighted"]
@@ -165,7 +163,7 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns a dict: kind of --ratio -> (loss, gradients for log-probs and for weights); also "pack"."""
+    """Returns kind of --ratio -> (loss, gradients for log-probs and for weights); also "pack"."""
     become(folder)
     from dataclasses import replace
 
@@ -197,7 +195,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """Loss and gradient equal the paper's formula, also for tokens that --ratio token would clip."""
+    """Loss and gradient equal the paper's formula."""
     results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
     *tensors, mask = results["pack"]
     logp, old, advantages = (x[mask].double() for x in tensors)
@@ -232,7 +230,7 @@ def train_with(folder: str, fields: dict) -> bool:
 
 
 def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
-    """Trains with the fork and a changed config, and saves every step to FOLDER/run. Returns the metrics."""
+    """Trains with the fork and saves every step to FOLDER/run. Returns the metrics."""
     fixed = dict(eval_data=(), eval_every=1, save_every=1, out=f"{folder}/run")
     fields = dataclasses.asdict(cfg) | fixed | changes
     assert run_ranks(world, train_with, folder, fields) == [complete] * world
@@ -241,7 +239,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Reads a checkpoint. Returns the weights of `who`, or the optimizer's state whose name is `suffix`."""
+    """Reads a checkpoint. Returns the weights of `who`, or the optimizer's state named `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -252,7 +250,7 @@ def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
 
 
 def check_resume(folder: str, cfg, out: Path, rows: list[dict], world: int = 1) -> None:
-    """Asserts that a run resumed after the first step of `out` equals the run `out`, bit by bit."""
+    """Asserts that a run resumed after the first step of `out` equals `out`, bit by bit."""
     copy = out.with_name("resumed")
     shutil.copytree(out / "ckpt/step_000001", copy / "ckpt/step_000001")
     (copy / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -297,7 +295,7 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99. ckpt.py can export that step."""
+    """The run stops after the first step with a mean reward above 0.99."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, steps=9, reward=(f"{tmp_path}/late.py:late",))
@@ -311,7 +309,7 @@ def test_another_stop_rule(base, tmp_path):
 
 
 def test_responses_that_repeat_themselves_end(base, tmp_path):
-    """The engine ends a response as soon as its last 6 tokens are not all different."""
+    """The last 6 tokens of a response must all be different."""
     edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
     run_fork(fork(tmp_path, edits), base, steps=1, stop=(), save_samples="all", save_logps=True)
     ended = 0
@@ -342,7 +340,7 @@ def test_a_new_engine(base, tmp_path):
 
 
 def test_muon(base, tmp_path):
-    """The first update of each sharded layer matrix equals Muon's formula."""
+    """The first update equals Muon's formula."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, steps=2)
@@ -368,7 +366,7 @@ cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf
 
 
 def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
-    """If the run's folder is lost, a new run continues from the bucket. A script replaces `aws`."""
+    """Without its folder, a run continues from the bucket. A script replaces `aws`."""
     folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
     (tmp_path / "bin").mkdir()
     bucket.mkdir()
@@ -386,7 +384,7 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """Gamma and lambda are 1, so each token's return is the sum of both parts."""
+    """Each token's return is the sum of both parts."""
     rows = run_fork(fork(tmp_path, BREVITY), base, steps=2, reward=(*base.reward, "brevity"))
     for step in (0, 1):
         samples = samples_at(tmp_path, step)
@@ -400,7 +398,7 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """Two ranks train only the last layer. No other weights change or have optimizer state."""
+    """Two ranks train only the last layer."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, steps=2)

@@ -29,7 +29,7 @@ PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """Returns metrics like those of a good run: the reward rises to 0.97, and the entropy falls."""
+    """Returns metrics like those of a good run."""
     rows = []
     for i in range(steps):
         left = 0.6**i
@@ -43,7 +43,7 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """Returns metrics like those of a run that is still learning: 30 % of the groups are uniform."""
+    """Returns metrics like those of a run that is still learning."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
@@ -54,7 +54,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-# Alarm -> (metrics that raise the alarm, number of steps within which it is raised, words of its text).
+# Alarm -> (metrics that raise the alarm, number of steps within which they do, words of its text).
 WRONG = {
     "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
@@ -111,7 +111,7 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
-    """Logs `rows` and their alarms to the folder `out`, in a run that starts at step `start`."""
+    """Logs `rows` and their alarms to the folder `out`, from step `start`."""
     logger = Logger(out, cfg, True, start, {"torch": "2"}, {})
     for row in rows:
         logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
@@ -121,7 +121,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A Logger that starts at step 2 moves the rows of step 2 and later into *.old.jsonl."""
+    """A Logger moves the rows of its first step and later into *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -150,7 +150,7 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """UTF-8 can't encode a lone surrogate (half of a UTF-16 pair), but the saved response keeps it."""
+    """UTF-8 can't encode a lone surrogate."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
     assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    """A row that a full disk refuses is written at the next step, or when the Logger is closed."""
+    """A refused row is written at the next step, or when the Logger is closed."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
     for step, next_one in (2, lambda: logger.step(3, {"reward": 0.5})), (4, logger.close):
         for file in files:
@@ -210,7 +210,7 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """Means and maxima are over all values of all ranks. A mean of no values is left out."""
+    """A mean of no values is left out."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -242,7 +242,7 @@ def wandb():
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """Logs `rows` with wandb from step `start`, then may kill the process. Returns the alarms' texts."""
+    """Logs `rows` with wandb from step `start`. Returns the alarms' texts."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:
@@ -271,7 +271,7 @@ def wandb_records(file):
 
 
 def tracked_by_wandb(out):
-    """Returns what wandb stored for the run: (names of runs, metrics, samples, config, exit codes)."""
+    """Returns what wandb stored: (names of runs, metrics, samples, config, exit codes)."""
     runs, rows, tables, config, exits = {}, [], [], {}, []
     for file in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb_records(file):
@@ -308,7 +308,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
 
 
 class ListTracker(Tracker):
-    """A tracker that writes each row to a file, but raises an error at step 2."""
+    """A tracker that writes each row to a file, and raises an error at step 2."""
 
     def start(self) -> None:
         (self.out / "tracked").mkdir(exist_ok=True)
@@ -358,7 +358,7 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_path, monkeypatch):
-    """The tracker is closed even if --max_logp_gap ends the run."""
+    """The tracker is closed even if the run fails."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     cfg = dataclasses.replace(base, algo="grpo", steps=1, track=("wandb",), out=str(tmp_path / "r"),
                               max_logp_gap=1e-12 if fails else 0.1)
@@ -373,7 +373,7 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
 
 
 def check_rows(rows, cfg):
-    """Compares saved log-probs with transformers' and saved advantages with GRPO's formula (2402.03300)."""
+    """Compares saved log-probs with transformers' and saved advantages with GRPO's formula."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -393,7 +393,7 @@ def check_rows(rows, cfg):
 
 
 def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_path):
-    """--save_samples changes no metric. A resumed run may have another --save_samples."""
+    """--save_samples changes no metric."""
     cfg = dataclasses.replace(base, algo="grpo", prompts_per_step=10, steps=2, eval_every=2, save_every=1,
                               max_response_len=3)
     everything = dataclasses.replace(cfg, save_samples="all", save_logps=True)
@@ -422,19 +422,19 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
-# Metric that a usual run does not have -> settings with which a run has it.
+# Metric -> settings with which a run has the metric.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
-# No run of this test has these: the first needs a GPU, the second vLLM, the third a sample with reward 1.
+# These need a GPU, vLLM, and a sample with reward 1.
 ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 
 
 def test_the_table_is_the_metrics_of_a_run(two_ranks, base, tmp_path):
-    """Every metric of a usual run or of a run with the settings of ONLY is in one row of docs/metrics.md."""
+    """Every metric is in one row of docs/metrics.md."""
     settings = {k: v for only in ONLY.values() for k, v in only.items()}
     settings["env"] = base.reward[0].replace(":digits", ":respond")
     unusual, _ = run(dataclasses.replace(base, steps=1, eval_every=1, **settings), tmp_path / "run")

@@ -1,7 +1,5 @@
-"""Tests that ppo.py and grpo.py equal naive references, in values and gradients.
-
-The references compute one sequence at a time in float64, from the papers' equations.
-"""
+"""Tests that ppo.py and grpo.py equal naive references, in values and gradients. The references compute one
+sequence at a time, from the papers' equations."""
 
 import itertools
 import math
@@ -18,9 +16,8 @@ WORST: dict[str, float] = {}  # function -> largest error; conftest.py prints th
 
 
 def ragged(seed: int):
-    """Returns a random pack of T tokens in N segments (prompt and response): the mask (T,) of sampled tokens,
-    cu_seqlens (N + 1,) (each segment's first token, then T), and the random generator. Some response tokens
-    are not sampled, like the texts of an environment."""
+    """Returns a random pack of T tokens in N segments: the mask (T,) of sampled tokens, cu_seqlens (N + 1,),
+    and the random generator."""
     g = torch.Generator().manual_seed(seed)
     parts = []
     for _ in range(int(torch.randint(1, 7, (), generator=g))):
@@ -47,7 +44,7 @@ def close(name, got, want, tolerance=1e-9):
 
 
 def compare(name, f, reference, x, tolerance=1e-9):
-    """Asserts that two scalar functions of x have the same value and the same gradient."""
+    """Asserts that two scalar functions of x have the same value and gradient."""
     a, b = (x.clone().requires_grad_() for _ in range(2))
     fa, fb = f(a), reference(b)
     close(name, fa.detach(), fb.detach(), tolerance)
@@ -58,7 +55,7 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
-    """A reward at a token that is not sampled counts for the last sampled token before it."""
+    """A reward at another token counts for the last sampled token before it."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
@@ -225,7 +222,7 @@ def test_grpo_family(name):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_weights(level):
-    """A token's weight is its ratio of trainer to engine, or one ratio for its response. Bounds: 0.5, 2."""
+    """A weight is the ratio of trainer to engine, of a token or of a response. Bounds: 0.5, 2."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         logp, engine, segment = normal(g, len(mask)), normal(g, len(mask)), ppo.segment_ids(cu, len(mask))

@@ -1,4 +1,4 @@
-"""Tests that a user's mistake ends with one line that names the cause and the remedy."""
+"""Tests that a user's mistake ends with one line that names cause and remedy."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from conftest import ROOT, run_ranks
 from configs import UserError, check_paths, parse
 from engines import vllm_engine
 
-# Mistake -> (arguments of train.py, part of the error). These errors come before torch is imported.
+# Mistake -> (arguments of train.py, part of the error), found before the import of torch.
 AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
     "flags before the preset": ("--go tiny-ppo", "no preset '' before the flags; needed: train.py PRESET"),
@@ -72,7 +72,7 @@ AT_ONCE = {
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
-# Mistake -> (more arguments of train.py, part of the error). These errors come after torch is imported.
+# Mistake -> (more arguments of train.py, part of the error), found after the import of torch.
 ON_RANKS = {
     "layout debug": ("--layout debug", "--ranks is 8 (--layout debug), and 2 were started; needed: torchrun"),
     "layout production": ("--layout production", "--nnodes 4 --nproc-per-node 8 train.py …, or --ranks 2"),
@@ -119,7 +119,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def folder(tiny, base, tmp_path_factory):
-    """Returns a folder with the files and models that the commands in AT_ONCE and ON_RANKS name."""
+    """Returns a folder with the files and models of AT_ONCE and ON_RANKS."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
     files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
@@ -176,14 +176,13 @@ def test_help_into_a_closed_pipe_is_no_traceback():
     assert subprocess.run(["bash", "-c", pipe], capture_output=True, text=True).stderr == ""
 
 
-# What could harm a terminal: escape sequences that clear the screen and set the title (one of them in its
-# 8-bit form), a carriage return, and a character that reverses the direction of writing.
+# Escape sequences, a carriage return, and a character that reverses the direction of writing.
 HOSTILE = "\x1b[2J\x1b]0;x\x07\x9b2J\r\u202e"
 RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """The run is refused because its first responses are wrong. No output has a raw control character."""
+    """The first responses are wrong. No output has a raw control character."""
     data = tmp_path / f"{HOSTILE}.jsonl"
     rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -215,8 +214,7 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_pat
 @pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("problems from", "2"),
                                         ("gap", "1"), ("gap", "2")])
 def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
-    """Ctrl-C comes during the import of torch, while the run is prepared, or while it trains. Only the last
-    saves something."""
+    """Only a run that trains saves something."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -245,7 +243,7 @@ def test_the_last_line_names_the_rank_that_was_killed(base, tiny, tmp_path):
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.31.9", False), ("0.34.0", False),
                                           ("0.32.0", True), ("0.32.1+cpu", True), ("0.33.0", True)])
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
-    """Only vLLM 0.32 and 0.33 are accepted. The test replaces vLLM by an empty module."""
+    """An empty module replaces vLLM."""
     vllm = types.ModuleType("vllm")
     vllm.__version__, vllm.LLM = version, object
     monkeypatch.setitem(sys.modules, "vllm", vllm)

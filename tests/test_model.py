@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """Counts the FLOP of matrix products. A layer that is recomputed in whole costs one more forward pass of
-    this layer, without its last product. A layer that keeps its products (--recompute 0) costs no more."""
+    """A layer that is recomputed in whole costs one more forward pass, without its last product. A layer with
+    --recompute 0 costs no more products."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):
@@ -47,8 +47,8 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """64 responses share one prompt. The bf16 gradients of the prompt's keys and values have at most 1.2
-    times the error (against fp64) that they have if each response has its own copy of the prompt."""
+    """The bf16 error (against fp64) is at most 1.2 times the error of copies, for 64 responses to a
+    prompt."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
@@ -72,7 +72,7 @@ def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
 
 
 def test_a_layer_takes_few_operations(tmp_path):
-    """One more layer adds at most 126 operations. On a GPU each of them costs the launch of a kernel."""
+    """On a GPU each operation costs the launch of a kernel."""
     counts = []
     for layers in (1, 2):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
@@ -84,7 +84,7 @@ def test_a_layer_takes_few_operations(tmp_path):
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
-    """TakeRows copies rows of a tensor, as index_select does, and has the same gradients."""
+    """TakeRows equals index_select."""
     g = torch.Generator().manual_seed(0)
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
@@ -114,7 +114,7 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
-    """The peak memory is the same for 512 and 2048 tokens, and at most what tools/plan.py counts."""
+    """The peak is at most what tools/plan.py counts."""
     monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
@@ -134,7 +134,7 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
 
 
 def peak_allocated(f, trace: Path) -> int:
-    """Returns the most bytes that f() has in use at once, as torch's profiler counts them."""
+    """Returns the most bytes that f() has in use at once."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         f()
@@ -144,7 +144,6 @@ def peak_allocated(f, trace: Path) -> int:
 
 
 def test_the_critic_reads_the_state_before_each_token(tiny):
-    """The value at a token depends only on earlier tokens of the segment."""
     critic, samples = model.load_critic(tiny), make_samples(3)
     p = data.pack(samples)
     at = int(p.mask.nonzero()[3])
@@ -158,14 +157,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
 
 
 def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
-    """A head's weights have standard deviation 1/(D + 1). Here the hidden size D is 64."""
+    """Its weights have standard deviation 1/(D + 1), with the hidden size D = 64."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
 
 
 def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
-    """A new critic's values have standard deviation √D/(D + 1). Here the hidden size D is 3584."""
+    """Their standard deviation is √D/(D + 1), with the hidden size D = 3584."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""Tests that all cells of notebooks/tour.ipynb run in order, with a tiny base model."""
+"""Tests that all cells of notebooks/tour.ipynb run, with a tiny base model."""
 
 import json
 import os
@@ -21,12 +21,12 @@ def cells(kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """Returns the folder of a tiny model. About half of its answers to four additions are right."""
+    """Returns the folder of a tiny model that solves half of four additions."""
     return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells, which change the current folder and the environment of the process."""
+    """Runs all code cells, which change the process's folder and environment."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -49,7 +49,7 @@ def execute(base: str, steps: int) -> dict:
 
 
 def test_every_cell_runs_and_the_policy_learns(base):
-    """The cells have their own assert statements, for advantages, log-probs and clipping."""
+    """The cells have their own assert statements."""
     seen = run_ranks(1, execute, base, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])
@@ -67,7 +67,7 @@ def test_the_file_is_a_valid_notebook():
 
 
 def test_the_stored_outputs_can_be_read_without_running_it():
-    """The file has plots, rewards and responses, but no warnings and no paths of a machine."""
+    """The file has plots, rewards and responses, but no paths of a machine."""
     outputs = [output for cell in cells("code") for output in cell["outputs"]]
     text = "".join("".join(output.get("text", "")) for output in outputs)
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2

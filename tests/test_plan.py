@@ -1,4 +1,4 @@
-"""Tests of tools/plan.py, which estimates a run's memory and time."""
+"""Tests of tools/plan.py."""
 
 import dataclasses
 import itertools
@@ -112,7 +112,7 @@ def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **mor
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
-    """Returns phase -> item of memory -> largest number of bytes. The item "total" is the phase's peak."""
+    """Returns phase -> item of memory -> largest number of bytes."""
     most = defaultdict(Counter)
     for phase, usage in plan.memory(c):
         most[phase] |= Counter(usage)
@@ -141,8 +141,8 @@ def test_memory_of_a_7b_by_hand():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A sleeping vLLM holds 0.5 GiB. A sync of weights into vLLM copies the embedding if the head is the same
-    weight (1.5b), and copies embedding and head if vLLM pads the vocabulary (7b with --tp 16)."""
+    """A sync copies a tied embedding (1.5b). With padding of the vocabulary (7b, --tp 16), a sync copies
+    embedding and head."""
     c = case("orz-7b", world=32)
     awake, asleep, other = (memory(dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine=kind)))
                             for kind in ("torch", "vllm", "another"))
@@ -168,7 +168,7 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """A forward pass costs 2 FLOP per parameter and token, and 2 per multiplication in attention."""
+    """2 FLOP per parameter and token, and per multiplication in attention."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
@@ -177,7 +177,7 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns value of --recompute (None: "none") -> peak bytes of an update of the model `name`."""
+    """Returns value of --recompute -> peak bytes of an update of the model `name`."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -188,7 +188,7 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """If no number of layers leaves 8 % free, all layers are recomputed."""
+    """Or all layers, if no number leaves 8 % free."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, (whole, _) in c.kept.items():
         of = peaks(c, name)
@@ -199,7 +199,7 @@ def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(si
 
 
 def test_on_a_cpu_auto_counts_the_machines_memory():
-    """The ranks share the machine's memory. If the size of this memory is unknown, nothing is recomputed."""
+    """The ranks share the memory. If its size is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
     c = plan.Case(cfg, 2, [shape, shape], None, local=2)
@@ -213,7 +213,7 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
-    """Compares the planned peak of every phase with the peak on bench/nullgpu, a stand-in for a GPU."""
+    """The driver is bench/nullgpu, a stand-in for a GPU."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
@@ -263,7 +263,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
-    """For a pack, FSDP gathers the layers' bf16 weights twice and the others once. Gradients are in fp32."""
+    """FSDP gathers the layers' bf16 weights twice and the others once. Gradients are in fp32."""
     n, layers = 7_615_616_512, 28 * 233_057_792
     gathered, gradients = 2 * (n + layers), 4 * n
     assert f"{gathered / GIB:.1f} {gradients / GIB:.1f}" == "26.3 28.4"
@@ -275,7 +275,7 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     sends = nodes["policy"]
     assert (sends["forward"], sends["backward"]) == ((2 * n * 7 / 8, 0), (2 * layers * 7 / 8, 0))
     assert sends["reduce"] == (gradients * 7 / 8, 0) and sends["all-reduce"] == (0, 2 * gradients / 8 * 3 / 4)
-    # A rank has 256 samples of 8,192 tokens of 8 bytes. It sends 7/32 within its node, 24/32 to other nodes.
+    # A rank has 256 samples of 8,192 tokens of 8 bytes, and sends 7/32 of them within its node.
     assert nodes["samples"]["exchange"] == pytest.approx((2**24 * 7 / 32, 2**24 * 24 / 32))
 
 
@@ -283,12 +283,12 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """A node needs 368 GiB of host memory: a 7B run's weights and Adam's state twice, and libraries."""
+    """A node needs 368 GiB of host memory."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns what --shard_ranks auto becomes on 2 ranks, for a checkpoint of 2 ranks and one of 4."""
+    """Returns what --shard_ranks auto becomes on 2 ranks, from checkpoints of 2 and of 4 ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # each rank has a machine of its own
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -301,8 +301,8 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """In an update, only the last backward pass waits for the network: it sums gradients between nodes.
-    `waits` returns the seconds: traffic between nodes + traffic within nodes - compute."""
+    """Only an update's last backward pass waits: it sums gradients between nodes. `waits`: traffic between
+    nodes + traffic within nodes - compute."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up

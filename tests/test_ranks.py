@@ -29,7 +29,6 @@ def config(tiny, **changes):
 
 
 def agree(a, b, tolerance=1e-5):
-    """Asserts that two results of ranks.gradients have equal gradients and metrics."""
     for name in a.keys() - {"metrics", "packs", "sent"}:
         error = (a[name] - b[name]).norm() / (b[name].norm() + 1e-12)
         assert error <= tolerance, (name, float(error))
@@ -54,14 +53,14 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns the gradients of JOBS on one rank: with large packs, and with packs of about one sample."""
+    """Returns the gradients of JOBS on one rank, with large and with small packs."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
 
 
 def test_gradients_do_not_depend_on_packs(alone):
-    """A large pack (`one`) computes a shared prompt once. Small packs (`many`) have about one sample each."""
+    """A large pack (`one`) computes a shared prompt once. Small packs (`many`) have about one sample."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -74,7 +73,7 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, each pair of ranks holds a whole model. Pairs add gradients once an update."""
+    """With --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
     # reshard, and a function in the place of dist.accumulate: the pairs add their gradients after each pack
     in_each_pack = (True, lambda model, packs: packs)
@@ -85,8 +84,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP gathers a model's weights in 3 groups. reshard=False (rest == [False]) keeps the critic's
-            # weights after its values are computed. Then the update gathers only the policy's weights.
+            # FSDP gathers a model's weights in 3 groups. With reshard=False, the critic's weights stay
+            # gathered, so the update gathers only the policy's.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -111,7 +110,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's agent keeps its key-value store when it restarts the ranks, so old keys are still there."""
+    """torchrun's store still has the old keys."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -130,7 +129,7 @@ def test_the_measured_network_is_printed_beside_the_plan(monkeypatch):
 
 
 def test_a_run_goes_on_without_a_node_that_is_gone(base, two_ranks, tmp_path):
-    """Two torchrun agents with a rank each. After the first save, one agent and its rank are killed."""
+    """Of two torchrun agents, one is killed with its rank."""
     program, out = tmp_path / "program.py", tmp_path / "out"
     pickled = pickle.dumps(dataclasses.replace(base, out=str(out), save_every=1))
     program.write_text(f"import pickle, sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n"
@@ -165,7 +164,7 @@ def state(optimizer):
 
 
 def test_each_tensor_moves_in_one_copy():
-    """Without an optimizer no weight changes, so moving the model back to the host takes no copy."""
+    """Without an optimizer, moving the model back to the host takes no copy."""
     kinds = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
     def copies(move, *args) -> int:
@@ -181,7 +180,7 @@ def test_each_tensor_moves_in_one_copy():
 
 
 def test_weights_and_optimizer_state_rest_where_they_rested_before():
-    """All moves to the host use the same host memory, because pinning new memory is slow."""
+    """Moves reuse host memory, because pinning is slow."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "cpu")
     dist.to_host(model, optimizer)
@@ -203,7 +202,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines run outside the block, because some of their operations have no deterministic algorithm."""
+    """Engines run outside, because some of their operations have no deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

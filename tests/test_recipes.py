@@ -1,4 +1,4 @@
-"""Tests of the presets' published settings, and of functions that only some presets use."""
+"""Tests of the presets' published settings, and of functions that few presets use."""
 
 import dataclasses
 import itertools
@@ -37,8 +37,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# The expected values of the presets, copied from the sources that the comments name, or our own.
-# Open-Reasoner-Zero's files (orz_….py) are in its folder playground/. 2503.14476 is an arXiv number.
+# The expected values of the presets, from the sources that the comments name. 2503.14476 is an arXiv number.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -104,7 +103,7 @@ TABLE = {
         total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number"))}
 PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # all other presets have 32
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
-# What the source says: (samples a step, policy updates a step, samples an update), None where it is silent.
+# The source's (samples a step, policy updates a step, samples an update); None: not stated.
 OF_ORZ = (128 * 64, 1, 128 * 64), "ORZ's playground files"
 BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
     "dapo-7b": ((512 * 16, 16, 512), "sec. 4.1"),
@@ -118,7 +117,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
 
 
 def test_the_batches_of_the_presets_are_those_of_the_papers():
-    """docs/algorithms.md has a row per preset with our batches and the paper's, and says if they differ."""
+    """docs/algorithms.md has a row per preset, which says if our batches differ."""
     for name, (paper, source) in BATCHES.items():
         p = PRESETS[name]
         ours = p.samples_per_step, p.updates_per_step, p.samples_per_step // p.policy_updates
@@ -158,7 +157,7 @@ TERMS = {
 
 
 def analogue(name, base, folder):
-    """Returns the preset's algorithm with the sizes and learning rates of a tiny model."""
+    """Returns the preset's algorithm with the sizes of a tiny model."""
     preset = PRESETS[name]
     sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
         samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
@@ -215,7 +214,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """The model has two layers. The host memory stays below the plan's estimate."""
+    """The host memory stays below the plan's."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -239,7 +238,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
 
 
 class Canned:
-    """This engine gives the same response to every prompt."""
+    """An engine with the same response to every prompt."""
 
     def __init__(self, cfg):
         self.cfg, self.rank, self.ranks, self.engines = cfg, 0, 1, 1
@@ -253,7 +252,7 @@ class Canned:
 
 
 def graded(cfg, *problems):
-    """Returns one graded sample for each problem (gold answer, data set). The response is "so it is 12."."""
+    """Returns one graded sample for each problem (gold answer, data set)."""
     found = {i: data.Problem("?", (1,), gold, dataset=name) for i, (gold, name) in enumerate(problems)}
     with rollout.make_grader(cfg) as grader:
         return rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)[0]
@@ -274,7 +273,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """reward/NAME: mean of weight × score over the samples that NAME graded. `math` is named accuracy."""
+    """reward/NAME: mean of weight × score over the samples that NAME graded."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -313,7 +312,7 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """A resumed run compares the reward file, and the files it imports, by content and not by path."""
+    """The file, and the files that it imports, are compared by content."""
     cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
@@ -357,7 +356,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """`format` and `tags` need <think> in the response. `length` needs several samples of a prompt."""
+    """`length` needs several samples of a prompt."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -380,7 +379,7 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
-    """The metrics equal those of a naive loop, which for pass@k runs over all subsets of k samples."""
+    """A naive loop runs over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), right=a == "7",
@@ -403,13 +402,13 @@ def test_each_problem_has_its_own_value_of_each_metric():
 
 
 def gathered(samples, n):
-    """Returns the result of gather_scores on ranks that each have some of the problems."""
+    """Returns the result of gather_scores on ranks that share the problems."""
     world = dist.init("cpu", "float32")
     return rollout.gather_scores([s for s in samples if s.prompt_id % world.size == world.rank], n)
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """Problems of only one model are left out. A bootstrap confirms the standard error of the difference."""
+    """A bootstrap confirms the standard error."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -428,7 +427,7 @@ def test_two_models_are_compared_on_the_problems_that_both_have():
 
 
 def test_repetition_and_reflections_of_a_text():
-    """Repetition: the share of word trigrams that occurred before. Reflections: words like "wait,"."""
+    """Repetition: the share of repeated word trigrams. Reflections: words like "wait,"."""
     repetition = {"": 0, "a b": 0, "a b c d": 0, "a b c a b c": 1 / 4, "So so SO so": 1 / 2}
     assert {text: reward.repeated_ngrams(text) for text in repetition} == repetition
     assert log.reflections("Wait, however, wait, I recheck. However so.") == 4
@@ -440,7 +439,7 @@ def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
 
 
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
-    """DAPO's length penalty falls from 0 to -1 over the last --overlong_buffer tokens."""
+    """DAPO's penalty falls from 0 to -1 over the last --overlong_buffer tokens."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
     shaped = rollout.shape_rewards(samples, cfg)
@@ -456,7 +455,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """Prompts whose samples have equal rewards are replaced. If such prompts remain, an alarm says so."""
+    """An alarm says if uniform groups remain."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"
@@ -481,7 +480,7 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """After each epoch (2 steps) the reference gets the policy's weights, so the KL is 0 again."""
+    """After each epoch (2 steps) the KL is 0 again."""
     cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
                               critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
@@ -525,7 +524,7 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
 
 
 def test_the_command_line_has_models_then_data_then_flags():
-    """The first argument is a model, and so are the next ones if a data file's name follows them."""
+    """The models end at the first data file."""
     def split(text):
         cfgs = eval_configs(text.split())
         return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0]
@@ -655,7 +654,7 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """Errors before loading leave no files. If the second model fails to load, only the first has results."""
+    """If the second model fails to load, only the first has results."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

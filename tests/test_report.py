@@ -19,7 +19,7 @@ from tools.report import PANELS, compare, main, plot, recipes, story, write_repo
 
 
 def page_of(text: str) -> tuple[set, list, str]:
-    """Returns a page's tags without attribute values, its <pre> texts, and its text without tags."""
+    """Returns a page's tags, its <pre> texts, and its text without tags."""
     tags = {re.sub('"[^"]*"', '""', tag) for tag in re.findall("<[^>]*>", text)}
     pre = [unescape(re.sub("</?mark>", "", x)) for x in re.findall("<pre>(.*?)</pre>", text, re.DOTALL)]
     return tags, pre, unescape(re.sub("<[^>]*>", "", text))
@@ -30,7 +30,6 @@ EVIL = ("</pre></article><script>alert(1)</script><img src=x onerror=alert(1)> &
 
 
 def sample(prompt_id, sample_id, right, text=EVIL, **more) -> dict:
-    """Returns a row of a file in samples/ or eval/."""
     return dict(prompt_id=prompt_id, sample_id=sample_id, problem=f"<b>problem</b> {prompt_id}",
                 gold=f"gold<{prompt_id}>", response=text, answer="7<8" if right else None,
                 reward=float(right), reason="correct" if right else "unparsed", stopped=right, tokens=8,
@@ -84,7 +83,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
-    """The run has 48 samples in each of 30 steps. The report shows 12 of each of 5 steps."""
+    """Of 48 samples in each of 30 steps, the report shows 12 of each of 5 steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -111,7 +110,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
 
 
 def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
-    """The seeds of a recipe share a line: mean ± standard error. A single run's error is over problems."""
+    """The seeds of a recipe share a line: mean ± standard error."""
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
     for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
@@ -152,14 +151,14 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
 
 
 def run_of(folder, seed, rows, **changes):
-    """Writes a run's folder with `rows` and the config PPO with `changes`. Returns the folder."""
+    """Writes a run's folder with `rows` and the config PPO with `changes`."""
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
     return folder
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """A run that is given twice counts once. A run without config.json is a recipe of its own."""
+    """A run that is given twice counts once."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
@@ -168,8 +167,7 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """At each step the band goes from the least to the largest value. The line is the mean, with
-    a gap where a run has no value."""
+    """The line has a gap where a run has no value."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -189,8 +187,7 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """Panels of one recipe (runs that differ only in the seed) have a line for each metric, panels of several
-    have a line for each recipe. No legend covers data. Lines of equal values have different dashes."""
+    """One recipe has a line for each metric, several a panel for each metric. No legend covers data."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

@@ -1,5 +1,4 @@
-r"""Tests of the Grader, which grades in processes of its own to protect the trainer, and of custom
-rewards."""
+r"""Tests of the Grader and of custom rewards."""
 
 import json
 import os
@@ -34,7 +33,7 @@ def boxed(answer: str) -> str:
 
 
 def children(pid: int = 0) -> set[int]:
-    """Returns the ids of all live descendants of process `pid` (default: this process)."""
+    """Returns the ids of all live descendants of a process."""
     below, found = {}, set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -59,7 +58,7 @@ def alive(pid: int) -> bool:
 
 
 def ready(grader: Grader, spec: str) -> bool:
-    """Waits until the Grader's server process has replied. Returns whether the reward function `spec` ran."""
+    """Waits for the Grader's server. Returns whether the reward function `spec` ran."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
     grader._size = 1  # the next request is sent at once, not together with later ones
@@ -73,7 +72,7 @@ def graded(grader: Grader) -> int:
 
 @pytest.fixture(scope="module")
 def grader():
-    """Returns a Grader that tests share. At the end, no open file and no process of the Grader is left."""
+    """Returns a shared Grader. At the end, none of its files and processes is left."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
@@ -83,7 +82,7 @@ def grader():
 
 @pytest.fixture
 def custom(tmp_path):
-    """Returns a function that writes a custom reward to a file and returns its spec (FILE.py:score)."""
+    """Returns a function that writes a custom reward to a file and returns its spec."""
     def write(body: str) -> str:
         path = tmp_path / "mine.py"
         path.write_text("import os, time\n\n\n" + textwrap.dedent(body))
@@ -141,8 +140,7 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize("name,kind", [("aime2024", "math"), ("gpqa_diamond", "choice"), ("math500", "math")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """Each gold answer is graded as correct for itself, and as wrong for the others of its set.
-    MATH500 has too many pairs, so there only the first is tested."""
+    """MATH500 has too many pairs, so its answers are compared only with themselves."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -155,8 +153,7 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- the Grader
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """Each answer may take 2 s (WALL times the deadline). One worker needs 3 s for all 12 answers, and none
-    of them fails, because the wait in the queue does not count."""
+    """Each answer may take 2 s. One worker needs 3 s for all 12."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -243,7 +240,7 @@ def test_hostile_answers_end_within_the_deadline():
 ])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
-    """--reward and --env refuse the same mistakes. A file that ends its process does not end the trainer."""
+    """A file that ends its process does not end the trainer."""
     custom("def score(response, answer, kind): return 1")
     files = {"bad": "def score(", "two": "def score(response, answer): return 1",
              "leaves": "raise SystemExit(0)",
@@ -258,8 +255,7 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
 
 
 def test_custom_reward(custom):
-    """If a custom reward raises an exception, exits or crashes, only the current answer fails. An error text
-    of several lines becomes one line."""
+    """If a custom reward raises, exits or crashes, only the current answer fails."""
     spec = custom("""
         def score(response, answer, kind):
             print("this must not mix with the replies")
@@ -304,8 +300,7 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and the modules that it imports. Two of these modules have the names of torz's own
-# modules.
+# A reward file (mine.py) and its modules, two of which have the names of torz's own.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -323,7 +318,7 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """Two folders have modules of the same names. One worker calls the rewards of both folders in turn."""
+    """One worker calls the rewards of two folders in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -345,7 +340,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """The Grader must not read a module's __file__: torch.classes, a lazy module, would raise an error."""
+    """Reading __file__ of torch.classes raises an error."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -357,7 +352,7 @@ def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
 
 
 def open_r1_format(text: str) -> float:
-    """Returns the format reward as Open-R1 computes it, by a regular expression in quadratic time."""
+    """Returns the format reward by Open-R1's regular expression, in quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
     return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
 
@@ -390,7 +385,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
-    """One worker runs 4 calls at once: each waits for the others, for longer than the deadline of 0.1 s."""
+    """One worker runs 4 calls at once, longer than the deadline of 0.1 s."""
     spec = custom("""
         parallel = 4
         def score(row, response, sample, problem):
@@ -411,7 +406,7 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
-    """After 8 timeouts in a row, or a signal to stop, the other calls count as timeouts at once."""
+    """After 8 timeouts in a row, or a signal to stop, the other calls count as timeouts."""
     monkeypatch.setattr(worker, "TELL", 0.5)
     spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "calls" in text)))  # noqa: E731
@@ -465,7 +460,7 @@ DIGITS = "0123456789"
     ("judge", {"rubric": DIGITS}, {}),
     ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
-    """`judge` asks the HTTP server Judge. `passes` gives reward 1 to every response that Python can run."""
+    """`judge` asks the server Judge. `passes` rewards what Python can run."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]
@@ -545,7 +540,7 @@ def test_a_server_that_dies_twice_is_an_error(custom):
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
-    """The server is suspended. The trainer submits 10 MB, far more than the pipe to the server holds."""
+    """The trainer submits far more than the pipe to the server holds."""
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec], compares=False) as grader:
         assert ready(grader, spec)
@@ -560,8 +555,7 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """The trainer is killed while one worker is busy and one is idle. `held`: whether another child of the
-    trainer keeps the server's stdin open."""
+    """`held`: another child of the trainer keeps the server's stdin open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time
@@ -622,7 +616,7 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A run's saved samples can be graded again, by all parts of --reward. Their `row` is the data row."""
+    """A run's saved samples can be graded again. Their `row` is the data row."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": ""}
             for text in (GOOD, boxed("1"), "0")]

@@ -1,4 +1,4 @@
-"""Tests of rows of data: formats, files, chat templates, gold answers, order and weights."""
+"""Tests of rows of data, chat templates, gold answers, and order."""
 
 import itertools
 import json
@@ -32,7 +32,6 @@ Q = "1+1="
 
 
 def said(*turns: tuple[str, str]) -> str:
-    """Returns a conversation as JSON text. turns: (role, content)."""
     return json.dumps([{"role": role, "content": content} for role, content in turns])
 
 
@@ -151,7 +150,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # 1 and 3.0 could be indices, but math and exact compare texts, and no choice has the text 1 or 3.0.
+    # 1 and 3.0 could be indices, but math and exact compare texts.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object is stored as text.
@@ -230,7 +229,7 @@ def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """A row's missing fields are null. pandas writes integers with nulls as floats, so 2.0 is read as "2"."""
+    """pandas writes integers with nulls as floats, so 2.0 is read as "2"."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -287,7 +286,7 @@ def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
 
 
 def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_path):
-    """The prompt has all turns up to the last question, but not the assistant's turn after this question."""
+    """The assistant's turn after the last question is left out."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
     talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
@@ -334,7 +333,7 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
-    """A byte order mark at the start of a --template file is not part of the prompt."""
+    """A byte order mark is not part of the prompt."""
     path, template = tmp_path / "d.jsonl", tmp_path / "t.txt"
     path.write_bytes(GOOD)
     template.write_bytes("\ufeffQ: {problem}\r\nA:".encode())
@@ -348,7 +347,7 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """A model can't continue after the end token, so such a prompt is refused."""
+    """A model can't continue after the end token."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
     cfg = replace(CFG, template="chat" if "{" in template else template)
@@ -362,7 +361,6 @@ def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path
 
 
 def random_json(rng: random.Random, depth: int = 0):
-    """Returns a random JSON value with the field names that rows of data have."""
     words = ["1+1=", "2", "", " ", "A", "B", "x\ny", "\\boxed{2}", "\\boxed{", "#### 7", "user", "assistant",
              "system", "math", "choice", "é\u2028", "\ud800", "9" * 30]
     names = ["prompt", "problem", "question", "messages", "answer", "final_answer", "ground_truth",
@@ -403,7 +401,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def gold_rows(hopeless: int, count: int) -> str:
-    """Returns `count` rows as JSON Lines. The gold answers of the first `hopeless` rows can't be graded."""
+    """Returns `count` rows. The gold answers of the first `hopeless` rows can't be graded."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
     good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
@@ -413,14 +411,14 @@ def gold_rows(hopeless: int, count: int) -> str:
 
 @pytest.fixture(scope="module")
 def gold_check(tokenizer):
-    """Returns a function: config -> messages of the check of gold answers (guard/start.py) on one rank."""
+    """Returns a function: config -> messages of the check of gold answers on one rank."""
     world = dist.World(0, 1, torch.device("cpu"), torch.float32)
     with Grader(workers=1, deadline=20) as grader:
         yield lambda cfg: ranks.gold_messages(cfg, tokenizer, grader, world)
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """A run with over 1 % of such answers needs --go. Of many gold answers, a random sample is checked."""
+    """A run with over 1 % of such answers needs --go."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -440,7 +438,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """Training data are checked also if only the second term of --reward compares answers."""
+    """Training data are checked if any term of --reward compares answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -454,7 +452,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """A run of an earlier version can be resumed, so the order of problems must not change."""
+    """So a run of an earlier version can be resumed."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -468,7 +466,7 @@ def test_order_and_batches_are_those_of_earlier_versions():
 
 
 def test_a_solved_problem_is_not_drawn_again():
-    """Random unsolved problems replace the solved ones, if as many are left as a step needs."""
+    """Random unsolved problems replace solved ones."""
     problems = [data.Problem("", (i,), "1", index=i) for i in range(30)]
     cfg, few = replace(CFG, prompts_per_step=5), dict.fromkeys(range(26), 1)
     for step, count in itertools.product(range(9), range(31)):
@@ -482,7 +480,7 @@ def test_a_solved_problem_is_not_drawn_again():
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """Equal rows with different data sets or kinds of answers are different problems."""
+    """The kind of answer, too."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
@@ -534,7 +532,7 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
 
 
 def test_gold_answers_of_another_form_or_of_several_words_are_told(tokenizer, tmp_path):
-    """A GSM8K row without #### has the whole sentence as its gold answer."""
+    """A GSM8K row without #### has a sentence as its gold answer."""
     path, told = tmp_path / "d.jsonl", []
     answers = ["so #### 5", "so #### 6", "the sum is 7", "so #### 8"]
     lines = [json.dumps({"question": Q * i, "answer": a}) + "\n" for i, a in enumerate(answers, 1)]
@@ -561,7 +559,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """The prompts have 19, 20 and 21 tokens. The second has room only with --eval_response_len 99."""
+    """The second prompt (20 tokens) has room only with --eval_response_len 99."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

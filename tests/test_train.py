@@ -17,7 +17,7 @@ from tools import tiny
 
 
 def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
-    """Both runs have the same samples in the first step, token for token. Later rewards are nearly equal."""
+    """The first step's samples are equal. Later rewards are nearly equal."""
     out, rows, _ = two_ranks
     others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"
@@ -31,7 +31,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("metric", ["kl", "solved"])
 def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
-    """A --ref_model without a KL term, and a --skip_solved that finds no solved problem, change no bit."""
+    """A --ref_model without a KL term, or a --skip_solved without solved problems."""
     changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
     rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
     assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])
@@ -61,7 +61,7 @@ def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
     {}, dict(algo="grpo", critic_updates=1, resample_rounds=2),
     dict(algo="grpo", critic_updates=1, round_len=5, carry=0.5)], ids=["ppo", "resampling", "carrying"])
 def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, changes):
-    """Responses to problems with odd answers are right, unless truncated. A step has 8 of 40 problems."""
+    """Problems with odd answers are solved. A step has 8 of 40 problems."""
     cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),),
                               skip_solved=0.75, steps=10, save_samples="all")
 
@@ -88,7 +88,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The metric `reward` is the mean of --reward's first term. A term that raises an error counts as 0."""
+    """`reward` is the mean of the first term. A term that raises an error counts as 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
@@ -102,7 +102,7 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
 
 
 def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
-    """All responses are truncated, and --mask_truncated leaves them out of the loss."""
+    """--mask_truncated leaves all responses out of the loss."""
     cfg = dataclasses.replace(base, stop=(), max_response_len=2, mask_truncated=True, steps=2,
                               weight_decay=9.0, eval_every=0)
     rows, policy = run(cfg, tmp_path / "m", ranks=2)

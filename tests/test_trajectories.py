@@ -1,5 +1,4 @@
-"""Tests of --round_len (sampling in rounds of N tokens) and --carry (the next step continues unfinished
-trajectories)."""
+"""Tests of --round_len (sampling in rounds) and --carry (continuing trajectories in the next step)."""
 
 import dataclasses
 import string
@@ -35,7 +34,7 @@ def answer(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def carrying(base):
-    """Returns a config in which 1.5 times as many prompts are in progress as a step trains on."""
+    """Returns a config with 1.5 times as many prompts in progress as a step trains on."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
@@ -50,9 +49,8 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with an entry for
-    each step. The first has (prompt_ids of the samples on all ranks, samples of this rank). The second has
-    the trajectories on this rank that the next step continues."""
+    """Samples consecutive steps, step i with the weights of folders[i]. Returns for each step (prompt_ids of
+    the samples on all ranks, samples of this rank), and this rank's unfinished trajectories."""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -78,7 +76,7 @@ def content(samples) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Returns the folders of the weights of six steps: three random models, each used twice."""
+    """Returns the folders of the weights of six steps."""
     root = tmp_path_factory.mktemp("versions")
     return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
 
@@ -89,7 +87,7 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Seven prompts are in progress; each step returns four, each at most two steps after it began."""
+    """Seven prompts are in progress, and each step returns four."""
     (steps, left), seen = six_steps, []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
         assert Counter(s.prompt_id for s in samples) == dict.fromkeys(chosen, 3) and len(chosen) == 4
@@ -103,7 +101,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """GRPO needs all samples of a prompt. PPO does not: a step has the 12 (4 × 3) oldest finished samples."""
+    """GRPO needs all samples of a prompt. PPO does not: a step has the oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen = run_ranks(2, sampled, folders, settings), []
@@ -137,7 +135,7 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """A step has one round, in which each prompt's samples are spread over all ranks."""
+    """Each prompt's samples are spread over all ranks."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
@@ -151,7 +149,7 @@ def test_a_round_as_long_as_a_response_deals_samples_once(folders):
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob equals the trainer's, computed with the weights of the token's version (step)."""
+    """A token's log-prob equals the trainer's, with the weights of the token's version."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -178,7 +176,7 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """As few trajectories as possible change ranks. Then any two ranks differ by at most one trajectory."""
+    """As few trajectories as possible change ranks."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]
@@ -230,7 +228,7 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):
-    """The environment answers when the policy ends its turn, not when --round_len interrupts the turn."""
+    """The environment answers at the end of a turn, not of a round."""
     (tmp_path / "env.py").write_text(ANSWER)
     settings = dict(env=f"{tmp_path}/env.py:answer", max_response_len=60, grade_deadline=2.0)
     one, left = run_ranks(1, sampled, [tiny] * 2, settings)[0]

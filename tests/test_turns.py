@@ -1,5 +1,4 @@
-"""Tests of --env: an environment answers each turn of the policy, and only the policy's tokens are
-trained."""
+"""Tests of --env: an environment answers each turn, and only the policy's tokens are trained."""
 
 import dataclasses
 import itertools
@@ -67,7 +66,7 @@ def env(tmp_path_factory):
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
-    """Returns random samples, in which tokens of the policy and tokens of an environment alternate."""
+    """Returns random samples in which tokens of the policy and of an environment alternate."""
     g, samples = np.random.default_rng(seed), []
     for i in range(count):
         prompt = tuple(g.integers(3, 90, 4).tolist())
@@ -111,7 +110,7 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples with `prompt_share` set, as if all of them were one minibatch."""
+    """Returns the samples with `prompt_share` of a single minibatch."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
@@ -137,7 +136,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 
 def replies(env: str, questions) -> tuple[list, dict]:
-    """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
+    """Returns the environment's replies to (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
@@ -175,7 +174,7 @@ PROBLEMS = [f"{a}+{b}=" for a in (10, 11) for b in (12, 17)]
 
 
 def setup(tiny, env, **settings):
-    """Returns an engine, and prompt_id -> problem. Letters are stop strings, so random turns are short."""
+    """Returns an engine, and prompt_id -> problem. Letters are stop strings, so turns are short."""
     settings = dict(stop=tuple("abcdefghijklmnopqrstuvwxyz"), samples_per_prompt=3, max_response_len=60,
                     eval_samples=(2,), reward=("math",), device="cpu", grade_deadline=1.0) | settings
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, env=env, **settings)
@@ -214,7 +213,7 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first turn equals the response without an environment."""
+    """The first turn is the response without an environment."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -236,7 +235,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
-    """The environment writes the right answer, which neither the graders nor `python reward.py` read."""
+    """The environment writes the right answer, which no grader reads."""
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
     engine, problems = setup(tiny, "")
     solved = [s for s in samples if r"\boxed{1}" in s.text]
@@ -252,7 +251,7 @@ def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path)
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """The environment gets the last turn's text, with the stop string and without the end token."""
+    """With the stop string, and without the end token."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -284,7 +283,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """A trajectory that ends because of --max_turns does not count as truncated."""
+    """A trajectory that ends by --max_turns does not count as truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
@@ -296,7 +295,6 @@ def test_all_turns_share_the_budget(tiny, env, settings, most):
 
 
 def test_the_environments_reward_is_the_trajectorys(tiny, env):
-    """The last reward of the environment replaces the reward of the grader."""
     samples, _ = sampled(tiny, f"{env}:paid")
     seen = {(s.turns, s.stopped): (s.reward, s.reason) for s in samples}
     assert seen[2, True] == (-3.0, "wrong") and "left out" not in "".join(s.text for s in samples)
@@ -306,7 +304,7 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 @pytest.mark.parametrize(("name", "reason"), [("hangs", "timeout"), ("floods", "error")])
 def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
-    """If the environment fails, the trajectory keeps its tokens and gets the reward 0."""
+    """The trajectory keeps its tokens and gets the reward 0."""
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
@@ -320,7 +318,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns the scores and the rows of an evaluation of the problems, in an environment if `env` is set."""
+    """Returns the scores and rows of an evaluation, in an environment if `env` is set."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
@@ -329,7 +327,7 @@ def evaluated(tiny, env) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """A saved row has the field `turns` only if its trajectory has several turns."""
+    """Only rows of several turns have the field `turns`."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
     assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)

@@ -1,4 +1,4 @@
-"""Tests of both engines: the engine in plain PyTorch, and vLLM (CPU build)."""
+"""Tests of the torch engine and of vLLM (CPU build)."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns each rank's vLLM samples with --tp 2. Forks, so it must run before `engines` starts vLLM."""
+    """Returns each rank's vLLM samples with --tp 2. Forks, so it must run before `engines`."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -105,7 +105,7 @@ def check_logprobs(samples, policy, temperature):
 
 
 def naive_nucleus(logits, top_p) -> dict:
-    """Returns token -> log-prob in the nucleus, the fewest tokens with `top_p` in sum (1: all tokens)."""
+    """Returns token -> log-prob in the fewest tokens with the probability `top_p` in sum."""
     probs, kept = logits.double().softmax(-1).tolist(), {}
     for token in sorted(range(len(probs)), key=lambda i: -probs[i]):
         if sum(kept.values()) < top_p or top_p == 1:
@@ -168,7 +168,7 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
 
 
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts, monkeypatch):
-    """The torch engine never reads memory that it has not written, which the test fills with NaN."""
+    """The test fills fresh memory with NaN."""
     with dist.deterministic(True):
         monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
         assert torch.empty(3).isnan().all() and len({len(p) for p in prompts.values()}) > 1
@@ -199,7 +199,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
 
 
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
-    """vLLM on a CPU reads up to 4,096 tokens in a step, and only whole prompts. So some prompts must wait."""
+    """vLLM on a CPU reads up to 4,096 tokens in a step, so some prompts must wait."""
     length = CFG.model_len - 8
     prompts = {i: [5 + i, *range(5, 4 + length)] for i in range(CFG.max_num_seqs)}
     assert CFG.max_num_seqs * length > 5000
@@ -224,7 +224,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
 
 
 def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
-    """The text includes the stop string, but not the EOS token. The ids include the EOS token."""
+    """The text includes the stop string, but not the EOS token."""
     free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
     stop = s.text[4:6]  # two characters of different tokens
@@ -264,7 +264,7 @@ def grpo_run(base, out, **changes):
 
 
 def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
-    """With the policy that a run exports, vLLM and transformers sample the same greedy tokens."""
+    """vLLM and transformers sample the same greedy tokens."""
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
     train.main(grpo_run(base, tmp_path / "run"))
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
@@ -285,7 +285,7 @@ def vllm(engines):
 
 
 def selfcheck(engine, policy, tokenizer):
-    """Returns the error message of guard/selfcheck.py on TEXTS, and its largest gap of log-probs in nats."""
+    """Returns guard/selfcheck.py's error message on TEXTS, and its largest gap of log-probs in nats."""
     problems = [data.Problem(t, tuple(tokenizer(t).input_ids), "") for t in TEXTS]
     prompts = checks.check_prompts(problems, engine.cfg)
     assert len(prompts[4]) >= 128
@@ -326,7 +326,7 @@ def test_stale_weights_and_a_second_awake_are_refused(engine, policy, prompts):
 
 def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompts):
     def stream_of(times, prefix):
-        """Yields the policy's weights. Weights whose name starts with `prefix` come `times` times."""
+        """Yields the policy's weights; those whose names start with `prefix`, `times` times."""
         for name, tensor in dist.full_weights(policy):
             for _ in range(times if name.startswith(prefix) else 1):
                 yield name, tensor
@@ -348,8 +348,7 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    # vLLM computes logits with a packed copy of the head. The next line writes the head of `other` there. A
-    # later sync without _repack_tied_head does not update the copy.
+    # Writes the head of `other` into vLLM's packed copy of the head, which only _repack_tied_head updates.
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
@@ -359,8 +358,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
 
 
 def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monkeypatch):
-    """The prefix cache has keys and values of the old weights. If reset_prefix_cache returns True but resets
-    nothing, the self-check finds wrong log-probs. If it returns False, `awake` raises an error."""
+    """The cache has keys and values of the old weights. If reset_prefix_cache returns True but resets
+    nothing, the self-check finds wrong log-probs."""
     core = vllm.llm.llm_engine.engine_core.engine_core
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
@@ -375,7 +374,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The engine has the right weights already, so only a sync of halved weights shows the fault."""
+    """Only a sync of halved weights shows the fault, because the engine has the right weights."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
@@ -404,7 +403,7 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """The error lists the memory in use and the flags to change. Afterwards the engine works again."""
+    """The error lists the memory in use and the flags to change."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
