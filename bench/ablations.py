@@ -4,11 +4,9 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
-A variant is a reference recipe (grpo, grpo-4 or ppo) with other flags or a patched function. --part core has
-the variants of CLAIMS; --part all has more.
-
-Finished runs stay in bench/results/ablations.jsonl, and the tables in ablations.md. The next call makes only
-the missing runs. --vary keeps its runs in the file VARIED and prints its tables."""
+A variant is a reference recipe with other flags or a patched function. --part all has all variants. Finished
+runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to ablations.md.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +89,8 @@ def no_stop_gradient(cfg: Config) -> None:
 
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
-    """Makes the engine sample with the weights of `stale` steps ago and with noise of standard deviation
-    `nats` on each logit. The last evaluation has the newest weights and no noise."""
+    """Makes the engine sample with weights of `stale` steps ago, and with noise of standard deviation `nats`
+    on each logit. The last evaluation has neither."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -123,8 +121,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces the function HOOKS[name] by the function `name` of the user's file. `text` is the file's hash.
-    It makes key_of differ after an edit of the file."""
+    """Replaces HOOKS[name] by the function `name` of the user's file. `text`: the file's hash, for key_of."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -245,8 +242,8 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns the hash of a run's settings and patch, by which finished runs are found. It leaves out
-    settings with default values, so that a new field of Config does not change it."""
+    """Returns the hash of a run's settings and patch. Settings with default values are left out, so that a
+    new field of Config does not change it."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -291,8 +288,8 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns held-out accuracy before and after training (None if not measured), the metrics of KEPT at all
-    steps, and the first 20 alarms as (step, text)."""
+    """Returns held-out accuracy before and after training (None if not measured), the metrics of KEPT, and
+    the first 20 alarms."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -334,7 +331,7 @@ T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 
 
 
 class Estimate(NamedTuple):
-    """The mean of n values, and half the width of its 95 % interval (infinite for n = 1)."""
+    """The mean of n values, and half of its 95 % interval (infinite for n = 1)."""
 
     mean: float
     half: float
@@ -347,7 +344,6 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values, with a 95 % interval by Student's t."""
     n = len(values)
     half = T_975[min(n, 30) - 2] * stdev(values) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(fmean(values), half, n)
@@ -363,8 +359,7 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended early, or its last five steps have less than half of the best mean reward
-    of five steps."""
+    """Returns whether a run ended early, or has lost half of its best mean reward of five steps."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
@@ -388,8 +383,8 @@ Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean of `measure`, variant minus reference, over pairs of runs with the same base model and
-    seed. Returns None if there is no pair."""
+    """Returns the mean of variant minus reference, over pairs of runs with the same base model and seed; None
+    without pairs."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[key], task) - f(theirs[key], task) for key in sorted(ours.keys() & theirs.keys())]
@@ -586,8 +581,8 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """Returns two variants: the reference, and the reference with the user's function FILE.py:FUNCTION.
-    Raises UserError if the file is missing or HOOKS has no such function."""
+    """Returns two variants: the reference, and the reference with the function FILE.py:FUNCTION. Raises
+    UserError if the file or HOOKS[FUNCTION] is missing."""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",

@@ -2,10 +2,9 @@
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
-PPO and GRPO also train on sums of three-digit numbers. Missing base models are pretrained. Finished runs of
-an earlier call are not repeated.
-
-The results go to bench/results/algorithms.json, .md and .png."""
+PPO and GRPO also train on sums of three-digit numbers. Finished runs are not repeated. The results go to
+bench/results/algorithms.json, .md and .png.
+"""
 
 from __future__ import annotations
 

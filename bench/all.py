@@ -2,9 +2,8 @@
 
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-Stop other programs first. On a CPU, the models are the demo's model and two layers of Qwen2.5-0.5B. On a GPU,
-they are Qwen2.5-0.5B, 1.5B and eight layers of 7B. The results go to bench/results/DEVICE.json.
-bench/vs_trl.py is not included, because it needs TRL.
+Stop other programs first. The results go to bench/results/DEVICE.json. bench/vs_trl.py is not included,
+because it needs TRL.
 """
 
 from __future__ import annotations

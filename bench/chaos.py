@@ -4,17 +4,16 @@
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
-A run is `tiny-ppo`: 8 steps on 2 ranks per node under torchrun --max-restarts 3, with a save after every
-second step. One fault strikes each run, in one phase (dist.phase). If the run ends before its last step, this
-program runs the command again. Two nodes are two network namespaces; without root, both use loopback.
+A run has 8 steps on 2 ranks per node, with a save after every second step. One fault strikes each run, in one
+phase (dist.phase). If the run ends too early, this program types the command again.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
 - It loses no saved step, and it reports what it could not write.
 - It prints no unexplained error. A command that must refuse to start says why in a line.
 
-Prints one JSON line per run, then a summary. The exit status is 1 if a run is not ok; the run's folder is
-then kept. Some faults need root and are skipped without it.
+Prints one JSON line per run. The exit status is 1 if a run is not ok; the run's folder is then kept. Some
+faults need root and are skipped without it.
 """
 
 from __future__ import annotations
@@ -65,10 +64,9 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits until this rank enters order["phase"] for the `visit`-th time, and then `after` seconds. Then
-    writes `file` for the main program, and sends the fault's SIGNALS to this process.
-
-    In the undisturbed run, writes the begin and the end of each phase to `file`."""
+    """Waits for the `visit`-th time in order["phase"], and then `after` seconds. Then writes `file` for the
+    main program and sends the fault's SIGNALS. In the undisturbed run, writes the times of the phases to
+    `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -91,8 +89,8 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the rank's current phases: dist.CURRENT, "import" before dist.py is imported, "files" while a
-    checkpoint is written, and "end" after the start of the export."""
+    """Returns the rank's current phases: dist.CURRENT, "import" before it, "files" while a checkpoint is
+    written, and "end" after the start of the export."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -180,8 +178,7 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Returns the message of the struck rank (process id and time); None if the run ends or hangs
-        before."""
+        """Returns the message of the struck rank; None if the run ends or hangs before."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -213,8 +210,7 @@ def rendezvous(out: Path, host: str) -> list[str]:
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes one network namespace per node, with a virtual cable between them. Returns False for one node or
-    without permission."""
+    """Makes one network namespace per node. Returns False for one node or without permission."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -291,8 +287,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Makes the run's folder read-only for 2 to 4 seconds, by a mount over it. Remounting the folder itself
-    would fail, because TensorBoard's file in it is open."""
+    """Makes the run's folder read-only for 2 to 4 seconds, by a mount over it. A remount would fail, because
+    TensorBoard's file is open."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -304,8 +300,7 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Flips one bit of the newest checkpoint. The next command must refuse the checkpoint, which is then
-    removed."""
+    """Flips one bit of the newest checkpoint, which the next command must refuse."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -377,8 +372,7 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Then adds another machine's old lock, an unfinished save, and a user's copy of a
-    checkpoint."""
+    """Kills the run. Adds another machine's old lock, an unfinished save, and a copy of a checkpoint."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -393,8 +387,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and starts it on two "machines" with different --out folders (the second is a mount
-    namespace). Both ranks must refuse and write nothing."""
+    """Kills the run and starts it on two "machines" with different --out folders. Both ranks must refuse and
+    write nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -508,8 +502,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Makes the run's folder: for a fault in DISK a small tmpfs, which a normal folder replaces on exit.
-    Raises Skipped if mounting is not allowed."""
+    """Makes the run's folder; for a fault in DISK on a small tmpfs. Raises Skipped if mounting is not
+    allowed."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -581,8 +575,8 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Runs a training with the fault `chosen` (from `choose`). Returns the result line. Tries again one visit
-    earlier if the run ended before the fault, and one visit later if there was no checkpoint to damage."""
+    """Runs a training with the fault `chosen` (from `choose`). Returns the result line. If the fault came too
+    late or too early, tries the visit before or after."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

@@ -2,7 +2,7 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
 
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
-A pair is an answer, a gold answer, and whether they are equal. The parts of the pairs:
+The pairs of answer and gold answer:
     seen      two thirds of the synthetic pairs of bench/equality_pairs.py; --draws draws per template
     unseen    the other third
     foreign   794 pairs of bench/equality_foreign.jsonl, by another author
@@ -11,14 +11,13 @@ A pair is an answer, a gold answer, and whether they are equal. The parts of the
     others    the other third
 Nobody looks at `unseen` and `others` while improving the grader. They need --unseen.
 
-In bench/equality_golds.txt, `# name` begins a category. The other lines are
-`gold ~ right ~ right ~~ wrong ~ wrong`.
+Lines of bench/equality_golds.txt: `# category`, or `gold ~ right ~ right ~~ wrong ~ wrong`.
 
-The graders are math-verify, the present grading/answers.py (`after`), and grading/answers.py of the commit
---before (`before`). Prints one JSON line per grader and part.
+The graders are math-verify, the present grading/answers.py (`after`), and that of the commit --before.
 
 --failures prints the wrong verdicts of `after`, except on unseen pairs. --unseen writes
-bench/results/equality.md and .json."""
+bench/results/equality.md and .json.
+"""
 
 from __future__ import annotations
 

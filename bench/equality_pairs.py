@@ -8,7 +8,7 @@ answers, other ways to write them (`right`), and answers that are nearly right (
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-grading/answers.py has the rules by which answers are equal."""
+grading/answers.py has the rules of equality."""
 
 from __future__ import annotations
 

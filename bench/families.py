@@ -2,11 +2,11 @@
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
-Compares log-probs, gradients, engines and exported models, for every model of tests/families.py.
+The models are those of tests/families.py. vLLM takes about 20 s per model.
 
-Prints one JSON line per model, and writes bench/results/families.json and families.md. With --only, the other
-models keep their rows. vLLM takes about 20 s per model. The exit status is 1 if a difference is above its
-limit."""
+Writes bench/results/families.json and families.md. With --only, the other models keep their rows. The exit
+status is 1 if a difference is above its limit.
+"""
 
 from __future__ import annotations
 

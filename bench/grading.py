@@ -2,13 +2,10 @@
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-Typical answers are like those of mathematical data sets. `math_verify_a_second` counts only the answers that
-need math-verify.
+`math_verify_a_second` counts only the answers that need math-verify. Hostile answers are those of
+tests/test_reward.py, each in five variants.
 
-Hostile answers are those of tests/test_reward.py that try to break the grader, each in five variants.
-
-The exit status is 1 if a typical answer gets a wrong grade, if a hostile answer is graded as correct, or if
-the grader fails after the hostile answers.
+The exit status is 1 if a grade is wrong, or if the grader fails after the hostile answers.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-1. Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save. The 8 ranks of an
-   agent shard the models (--shard_ranks auto).
+1. Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save.
 2. 8 ranks with the debug layout resume the run and train two more steps.
 3. Phase 1 again, with models that all 32 ranks shard. The rewards must be those of phase 1.
 

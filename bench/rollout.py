@@ -3,10 +3,9 @@
     python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
-The engine and the trainer's policy are in one process, as in train.py. Prints one JSON line per measurement,
-with medians over the rounds after the first.
+Prints one JSON line per measurement, with medians over the rounds after the first.
     bare_vllm   sampling speed of vLLM's own `generate`
-    limit       upper bound: a decoding step reads the weights and the cache once, at this device's copy speed
+    limit       upper bound: a decoding step reads the weights and the cache once
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 Prints one JSON line:
     waits_s            seconds that training waits for the copy to host memory
-    difference_share   extra time of a block with a save, divided by the time of a block without. It is a mean
-                       over pairs of blocks, without the lowest and the highest tenth.
-    cpu_share          the same in CPU seconds of this rank, which other programs disturb less
+    difference_share   extra time of a block with a save, divided by the time of a block without; mean over
+                       pairs of blocks, without the lowest and the highest tenth
+    cpu_share          the same in CPU seconds of this rank
 """
 
 from __future__ import annotations

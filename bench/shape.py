@@ -2,8 +2,7 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has sums to train on (train.jsonl) and the demo's tokenizer. The vocabulary is as large as the
-real model's, so most tokens that the model samples have no text.
+The folder also has sums to train on and the demo's tokenizer. Most sampled tokens have no text.
 """
 
 from __future__ import annotations

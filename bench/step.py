@@ -3,9 +3,8 @@
     python -m bench.step tiny-grpo --model runs/tiny-base-0 --data runs/tiny-base-0/train.jsonl
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
-Takes all flags of train.py. By default there are 12 steps, no evaluation and no checkpoint. Prints one JSON
-line per measurement: medians over the steps after the third. `mfu` is FLOP per second, divided by those of a
-large matrix product on this device.
+Takes all flags of train.py. Prints one JSON line per measurement: medians over the steps after the third.
+`mfu` is FLOP per second, divided by those of a large matrix product.
 """
 
 from __future__ import annotations

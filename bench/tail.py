@@ -2,16 +2,14 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-Response lengths are random. A decoding step takes as long as tools/plan.py estimates for an H100. With
---round_len N, a rollout has rounds: each response grows by up to N tokens, then responses move, so that the
-engines have equally many. The rules:
+Decoding has the speed that tools/plan.py estimates. The rules:
     whole       each response is sampled to its end by one engine
-    one round   --round_len is the length limit: like `whole`, plus the time for the messages of a round
+    one round   --round_len is the length limit
     rounds      --round_len is a sixteenth of the length limit
-    carry X     like `rounds`, with --carry X: the next step continues unfinished responses with new weights
+    carry X     like `rounds`, with --carry X
     ideal       a lower bound: all engines always decode a full batch
 
-Prints a table, with the fields of Simulation.step. --out writes one JSON line per rule.
+--out writes one JSON line per rule.
 """
 
 from __future__ import annotations
@@ -20,8 +18,6 @@ import heapq
 import json
 import math
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,16 +38,11 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations. The last three fields are for engines that share a CPU."""
+    """Seconds of an engine's operations."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
     prefill: float  # per token that is prefilled again
-    response: float = 0.0  # added for each response of a round
-    round: float = 0.0  # added for each round
-    exchange: float = 0.0  # per message to all engines
-    cores: int = sys.maxsize  # engine i runs on core i % cores
-    beside: float = 1.0  # speed of a busy core if all others are busy, relative to all others idle
-    shared: float = 1.0  # combined speed of several engines on one core, relative to one engine
+    exchange: float  # per message to all engines
 
 
 # --- the simulator
@@ -71,19 +62,6 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
         np.add.at(cached, where, sign * (context - starts))
     running, cached = running.cumsum()[:steps], cached.cumsum()[:steps]
     return float(cost.step(running, cached + running * np.arange(steps)).sum())
-
-
-def together(seconds: Sequence[float], cost: Cost) -> float:
-    """Returns the seconds until the last engine ends. seconds[i]: time of engine i alone."""
-    left, elapsed = {i: s for i, s in enumerate(seconds) if s > 0}, 0.0
-    while left:
-        of_core = Counter(i % cost.cores for i in left)
-        own = cost.beside if len(of_core) == cost.cores else 1.0
-        speeds = {i: (own if (n := of_core[i % cost.cores]) == 1 else cost.shared) / n for i in left}
-        passed = min(s / speeds[i] for i, s in left.items())
-        elapsed += passed
-        left = {i: rest for i, s in left.items() if (rest := s - passed * speeds[i]) > 1e-9}
-    return elapsed
 
 
 class Simulation:
@@ -115,7 +93,7 @@ class Simulation:
         seconds, busy = 2 * self.cost.exchange * bool(cfg.round_len), 0.0
         while True:
             each = [self._round(of_engine, moved, step) for of_engine in held]
-            seconds += together(each, self.cost) + self.cost.exchange
+            seconds += max(each) + self.cost.exchange
             busy += sum(each)
             held = [[k for k in of_engine if k in self.going] for of_engine in held]
             unfinished = {number for number, _ in self.going}
@@ -132,7 +110,7 @@ class Simulation:
         done = [self.ended.pop(key) for key in ready[:cfg.samples_per_step]]
         ages = [(step - version, tokens) for segments in done for version, tokens in segments]
         total = sum(tokens for _, tokens in ages)
-        return {"seconds": seconds, "idle": 1 - busy / (seconds * min(self.engines, self.cost.cores)),
+        return {"seconds": seconds, "idle": 1 - busy / (seconds * self.engines),
                 "staleness": sum(age * tokens for age, tokens in ages) / max(total, 1),
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
@@ -154,8 +132,7 @@ class Simulation:
             trajectory[2].append((step, count))
             if trajectory[0] == 0:
                 self.ended[key] = self.going.pop(key)[2]
-        return (self.cost.round + reread * self.cost.prefill + len(keys) * self.cost.response
-                + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost))
+        return reread * self.cost.prefill + decode_seconds(segment, context, self.cfg.max_num_seqs, self.cost)
 
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
@@ -186,9 +163,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 # --- the cost on H100s
 
 
-def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
-    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes, so
-    it takes as long as the slower of the two. `gpus` is not used."""
+def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
+    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -196,7 +172,7 @@ def gpu_cost(preset: str, model: str, gpus: int) -> tuple[Config, Cost]:
     def step(running, cached):
         return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)
 
-    return cfg, Cost(step, 2 * params / flops, exchange=0.1)
+    return cfg, Cost(step, prefill=2 * params / flops, exchange=0.1)
 
 
 # Model -> (parameters, bytes of one token's keys and values).
@@ -204,7 +180,7 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
-    cfg, cost = gpu_cost(preset, model, gpus)
+    cfg, cost = gpu_cost(preset, model)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
     cfg = replace(cfg, tp=1)  # `cost` is that of the whole engine
     rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {

@@ -48,8 +48,7 @@ def said(x: int, rng: random.Random, slip: float) -> int:
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
-# The next six functions return (problem, thought, answer). slip: probability that a number in the thought is
-# wrong.
+# The next six functions return (problem, thought, answer). slip: probability of a wrong number.
 
 
 def sums(numbers, rng, slip):
@@ -82,8 +81,8 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """The thought is filler words, then the worked addition. With slip > 0, 70 % of the thoughts are only
-    filler before a guessed answer, and 15 % have the addition twice."""
+    """The thought is filler words, then the worked addition. With slip > 0, 70 % are only filler before a
+    guessed answer, and 15 % have the addition twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -94,8 +93,8 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. With slip > 0, the thought may begin with random tries; then
-    it ends without the right one with probability `slip`."""
+    """numbers: four numbers and three operators. With slip > 0, the thought may have random tries, and may
+    end without the right one."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -108,7 +107,7 @@ def countdown(numbers, rng, slip):
 
 def worked(numbers) -> tuple[str, int | None]:
     """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if a number
-    on the way is not an integer in 0 … 99."""
+    is not an integer in 0 … 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
-Rank 0 prints one JSON line: GiB within its node (8 ranks) and to other nodes, by collective. The GiB are
-computed from the sizes of the tensors in rank 0's calls, for NCCL's ring (tools.plan.sent).
+Rank 0 prints one JSON line: GiB within its node and to other nodes, by collective. They are computed from the
+sizes of tensors, for NCCL's ring (tools.plan.sent).
 """
 
 from __future__ import annotations

@@ -7,15 +7,14 @@ The phases:
     logprobs   log-probs without gradients
     policy     a PPO update of the policy
     critic     an update of the critic
-    head       log-probs of one pack from random hidden states, and the gradients
+    head       log-probs from random hidden states, and the gradients
 
-An update has --packs packs of --pack tokens in segments of --segment tokens. With --recompute N, the backward
-pass recomputes all of the first N layers, and all but matrix products and attention of the others.
+An update has --packs packs of --pack tokens in segments of --segment tokens. --recompute N recomputes all of
+the first N layers.
 
 Prints one JSON line per phase, with medians over the rounds after the first:
-    mfu          FLOP per second (without recomputation), divided by those of a large matrix product
-    limit_s      the larger of: FLOP / (FLOP per second of a large matrix product); bytes read and written /
-                 (bytes per second of a large copy)
+    mfu          FLOP per second, divided by those of a large matrix product
+    limit_s      seconds at the speed of a large matrix product and of a large copy, whichever is more
     memory_gib   peak memory of the phase minus the memory before
 """
 

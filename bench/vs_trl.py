@@ -2,8 +2,7 @@
 
     python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
-Both use the same model, prompts, reward function and learning rate. A step has 16 prompts × 8 samples and one
-update. Responses have at most 64 tokens. Tasks:
+A step has 16 prompts × 8 samples and one update. Responses have at most 64 tokens. Tasks:
     sums     the demo's base model; a response is right or wrong
     digits   random weights of the same shape; the reward is the fraction of digits in the response
 
@@ -11,14 +10,11 @@ Sides:
     torz        this project
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
-A side has one process, or --ranks (torz) and --trl_ranks (TRL). The processes use all cores. torz and
-trl_tuned get the Makefile's settings of glibc's allocator.
 
-The sides take turns of four steps, so that all suffer equally if the machine slows down. A side's time is the
-median of its steps after the first turn.
+The sides take turns of four steps, so that a slow machine slows all sides. A side's time is the median of its
+steps after the first turn.
 
---trl_python is TRL's interpreter. --base is the model's folder, made if it is missing. Do not set --side,
---seed and --out: this program passes them to its processes.
+--trl_python is TRL's interpreter. The program passes --side, --seed and --out to its own processes.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """

@@ -2,8 +2,8 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. --only runs the cases whose names contain one of its
-words. Other cases keep their rows in bench/results/nullgpu-memory.md.
+bench/nullgpu/trainer.py explains NULLGPU. --only runs the cases whose names contain one of its words. Other
+cases keep their rows in bench/results/nullgpu-memory.md.
 
 The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
 --recompute auto leaves less than 8 % of the device free.

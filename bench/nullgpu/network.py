@@ -2,9 +2,8 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. Prints a JSON line per collective of the sync and of
-each model's updates: GiB counted and GiB planned, each as [within its node, to other nodes]. Ends with an
-error if a plan is over 5 % off.
+bench/nullgpu/trainer.py explains NULLGPU. Prints a JSON line per phase and collective: GiB counted and GiB
+planned, each as [within its node, to other nodes]. Ends with an error if a plan is over 5 % off.
 """
 
 import torch

@@ -3,8 +3,8 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. This program runs the script's commands with the
-smaller values in SMALL. The measured numbers mean nothing.
+bench/nullgpu/trainer.py explains NULLGPU. This program runs the script's commands with the smaller values in
+SMALL. The measured numbers mean nothing.
 """
 
 import os

@@ -2,18 +2,16 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-bench/nullgpu/trainer.py says what the folder NULLGPU is. The model has the shape of Qwen2.5-0.5B. For each
-algorithm, one process makes two steps, saves and exports; a second one resumes and makes two more steps. With
-24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
+bench/nullgpu/trainer.py explains NULLGPU. One process makes two steps, saves and exports. A second process
+resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
 
 Prints one JSON line per phase of the loop. "before NAME" is the time from the last phase to NAME.
     held_gib       device memory in use at the end
     expected_gib   what held_gib should be
     peak_gib       peak memory of the driver
     plan_gib       planned total of tools/plan.py; 0 if the plan has no such phase
-    h2d, d2h       number of copies from host to device, and back; h2d_gib, d2h_gib: their size
+    h2d, d2h       number of copies from host to device, and back
     pageable       bytes copied from or to host memory that is not pinned
-    pinned_gib     host memory that was pinned in the phase
     waits          how often the host waited for the device
 
 The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.
@@ -57,7 +55,7 @@ FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_p
 
 
 class Phases:
-    """Replaces dist.phase. Prints a row for each phase and for the time between two phases."""
+    """Replaces dist.phase. Prints a row per phase."""
 
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
@@ -110,7 +108,7 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Patches Pack.to: `known` keeps the pack's mask and segment ends, which the stub would lose."""
+    """Patches Pack.to: `known` keeps what the stub would lose, the mask and the segment ends."""
     import data
 
     to = data.Pack.to

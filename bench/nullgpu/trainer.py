@@ -4,8 +4,7 @@
                                                           [--world 32] [--packs 1] [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM. The stub's kernels do nothing, and copies from the stub to the host bring zeros.
-torch's fake process group sends nothing. Memory, launches, copies, waits and collectives are counted.
+builds of torch and vLLM. Kernels do nothing, copies to the host bring zeros, and collectives send nothing.
 Computed numbers and times mean nothing.
 
 Prints one JSON line per phase of this rank. The phases:
@@ -19,11 +18,10 @@ The fields:
     peak_gib         peak of torch's tensors; stays_gib: at the end of the phase
     reserved_gib     peak of torch's allocator
     driver_peak_gib  peak of the process
-    h2d, d2h         number of copies from host to device, and back; h2d_gib, d2h_gib: their size
-    d2d_gib          size of copies within the device; pinned_gib: pinned host memory
-    all_gather_…_gib size of the whole tensors of all-gathers; reduce_scatter_…_gib: of reduce-scatters
+    h2d, d2h         number of copies from host to device, and back
+    all_gather_…_gib size of the whole tensors of all-gathers
     pageable         bytes copied from or to host memory that is not pinned
-    flash, fmha      launches of varlen_attn's kernels, and of scaled_dot_product_attention's in fp32
+    flash, fmha      launches of attention kernels in bf16 and in fp32
     index_add        launches of atomic additions, whose order on a GPU is random
     waits            how often the host waited for the device
 """
