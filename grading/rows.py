@@ -39,13 +39,13 @@ from typing import Any
 from configs import UserError, data_file, require
 from grading.answers import KINDS, extract, grade
 
-# Names of the problem's field and of the gold answer's field. The first that is not null is used.
+# Fields of the problem and of the gold answer. The first that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# Lists and objects written as text, as in data converted from CSV. Such rows are refused.
+# Lists and objects as text, as in data converted from CSV, are refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -61,8 +61,8 @@ class Row:
 
     turns: tuple[tuple[str, str], ...]  # (role, content) of each turn; the last turn is the user's problem
     answer: str  # the gold answer
-    kind: str  # how an answer is compared with the gold answer: "math", "choice" or "exact"
-    dataset: str  # the row's field `dataset` or `data_source`; "" if it has neither
+    kind: str  # "math", "choice" or "exact"
+    dataset: str  # name of the data set, or ""
     form: str = field(default="the whole text", compare=False)  # where the gold answer was found, see _form
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
@@ -114,7 +114,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     """Returns the problem of a row in one of the formats above. Raises UserError for any other row.
 
     where: file and number of the row, for the error message
-    default: the kind ("math", "choice" or "exact") of a row without the field `reward` and without choices"""
+    default: the kind of a row without the field `reward` and without choices"""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
@@ -131,8 +131,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # In a row with choices, a number may be the index of a choice. Responses state the choice's text, so
-        # all of them would be graded wrong.
+        # A number may be the index of a choice. Responses that state the choice's text would be wrong.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -162,8 +161,7 @@ def _first(fields, *names):
 
 
 def _check_text(text, name, value, row, where):
-    """Raises UserError if `text` is None or has no visible character. name: "problem" or "answer".
-    value: what `text` was read from"""
+    """Raises UserError if `text` is None or has no visible character. value: what `text` was read from"""
     require(text is not None or not value, f"{where} has no {name} as text (found: {value!a:.80})",
             EXAMPLE)
     if text is None or not text.strip(INVISIBLE):
@@ -348,8 +346,7 @@ BOM = b"\xef\xbb\xbf"
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl or .parquet file.
-    number: from 1, with empty lines counted. Numbers in JSON rows are JsonNumber objects. Raises UserError if
-    the file has no row or can't be read."""
+    Numbers in JSON rows are JsonNumber objects. Raises UserError if the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix == ".parquet":
         rows = _parquet_rows(file)

@@ -46,10 +46,10 @@ from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters of an answer; a longer answer counts as "unparsed"
-MEMORY = 2 << 30  # bytes of address space that a worker may allocate after its fork
+MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 CACHE = 16_384  # maximum number of cached grades
-MAX_REPLY = 200_000  # maximum number of characters of an environment's text
-CHUNK = 16  # maximum number of requests in a chunk, which is one message to a worker
+MAX_REPLY = 200_000  # maximum length of an environment's text
+CHUNK = 16  # maximum number of requests in a chunk, one message
 LARGEST = 3.4028234e38  # largest float32; a pack stores rewards as float32
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
@@ -136,7 +136,7 @@ def reason_of(reward: float) -> str:
 
 
 def _reply(*request):
-    """Calls the environment and returns its Reply. Raises an error if the Reply is not valid."""
+    """Calls the environment. Returns its Reply, or raises an error if the Reply is not valid."""
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
@@ -219,7 +219,7 @@ def _init_worker():
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: dies with the server
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         with suppress(ValueError):  # a lower limit is already set
@@ -245,11 +245,8 @@ def user_files(spec: str) -> dict[str, str]:
 
 
 def _import_function(spec, arguments):
-    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns
-
-    1. names of its arguments; [] if it gets `arguments` by position
-    2. its deadline `seconds`; 0 if it has none
-    3. `parallel`, how many calls of it run at once; 0 if it has no deadline"""
+    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the names of its arguments ([] if they
+    go by position), its `seconds` and its `parallel` (0 and 0 if it declares no `seconds`)."""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -400,17 +397,17 @@ class Grader(AbstractContextManager):
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # user's function -> result of `_import_function`; a str: the error of an import
-        self.files = {}  # user's function -> hashes of its files at the first import (`user_files`)
+        self.files = {}  # user's function -> its `user_files` at the first import
         self._late = 0  # calls of users' functions in a row that timed out or ended a worker
         self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
-        self.errors = {}  # type of an error -> the first message of this type
+        self.errors = {}  # type of an error -> its first message
         self._told = 0  # messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
         self._cache = {}  # request -> Grade
         self._pending = {}  # request without outcome -> (key, answer) of each response that waits
-        self._waiting = []  # requests that are not yet in a chunk
+        self._waiting = []  # requests in no chunk yet
         self._size = 1  # number of requests in the next chunk; a chunk should take 0.1 s
-        self._chunks = {}  # chunk number -> its requests, for the chunks without a reply
+        self._chunks = {}  # chunk number -> its requests, until the reply
         self._count = 0  # number of chunks so far
         self._process = None  # the server
         if functions:

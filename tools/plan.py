@@ -2,8 +2,7 @@
 
     python -m tools.plan orz-7b --layout production [--gpu H200] [--json] [flags of train.py]
 
-The plan needs the flags and the model's config.json, but no torch and no GPU. train.py makes the same plan
-and raises an error if the run does not fit.
+The plan needs no torch and no GPU. train.py makes the same plan, and refuses a run that does not fit.
 
 Memory is that of one rank's device. Seconds are estimates, right within a factor of about two.
 
@@ -76,25 +75,23 @@ def gpu_of(device: str, memory: float) -> GPU:
 class Shape:
     """The sizes of a dense decoder like Llama or Qwen2."""
 
-    name: str  # the model's path; in KNOWN, a text by which `read_shape` recognises the path
+    name: str  # the model's path; in KNOWN, a part of the path
     layers: int
     hidden: int
     heads: int
     inner: int  # width of the MLP
     vocab: int
     kv_heads: int
-    tied: bool = False  # whether the output head shares its weights with the embedding
+    tied: bool = False  # whether head and embedding share their weights
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
-    qkv_bias: bool = True  # whether the projections to queries, keys and values have biases, as in Qwen2
+    qkv_bias: bool = True  # whether queries, keys and values have biases
 
     def __post_init__(self) -> None:
         """Compute these sizes:
 
         q: width of the queries of all heads together
         kv: width of the keys of all heads together, and also of the values
-        layer: number of parameters of one decoder layer, with two norms
-        policy_params: number of parameters as a language model
-        critic_params: number of parameters as a critic"""
+        layer, policy_params, critic_params: numbers of parameters"""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
@@ -112,7 +109,7 @@ KNOWN = {
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
     "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # the model of tools/tiny.py
 }
-# Model types whose output head is tied to the embedding if config.json has no tie_word_embeddings.
+# Model types that are tied if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
@@ -162,38 +159,34 @@ class Case:
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0 if unknown
-    prompts: int = 0  # number of prompts of an epoch; 0 if unknown: then ASSUMED_PROMPTS is used
+    prompts: int = 0  # number of prompts of an epoch; 0 if unknown
 
     def __post_init__(self) -> None:
         cfg, on_gpu = self.cfg, self.gpu is not None
         self.policy, critic, self.ref = [*self.shapes, self.shapes[0]][:3]
-        # models: name -> shape, for each trained model. params: name -> number of parameters.
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
         self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
-        # Bytes of one number in activations and gathered weights: 2 (bf16) or 4 (fp32).
+        # Bytes of one number in activations and gathered weights.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
         # On a GPU, every engine except the torch engine is planned like vLLM, which sleeps.
         self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
-        # Whether models are moved to host memory while they are not in use.
         self.offloads = cfg.offload and on_gpu
-        # Bytes of the engine's weights on one rank.
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
-        # Bytes that a rank may use: the memory of its GPU, or its part of the machine's free memory.
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         gpu = self.gpu or GPU("", 0)
-        # Tokens of the prompt and of the response in a sample of maximal length.
+        # Most tokens of a prompt and of a response.
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
-        # Planned bytes/s: what a rank sends within its node, and what a node sends to other nodes.
+        # Bytes/s that a rank sends within its node, and that a node sends to others.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
         # Bytes of one rank's shards: of weights and AdamW's moments, and, in `state`, of the reference.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.ref.policy_params / self.shards if cfg.has_ref else 0)
-        # Number of responses that one engine samples in a step, including the extra prompts of --carry.
+        # Number of responses that one engine samples in a step.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token in a rank's KV cache. Each rank keeps at least one key head and one value head.
+        # Bytes of one token in a rank's KV cache, which has at least one key head and one value head.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
@@ -237,7 +230,7 @@ def keep(case: Case, name: str) -> Kept:
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
     node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
-    needed = {}  # each choice found -> planned seconds of the updates; 0 if the speeds are unknown
+    needed = {}  # choice -> planned seconds of the updates; 0 if the speeds are unknown
     for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
@@ -284,7 +277,7 @@ def _update_instants(case, name, kept):
     """Returns the memory (Usage) at the five instants of an update that may need the most."""
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # The root stays gathered from the start of the forward pass to the end of the backward pass.
+    # The root stays gathered until the end of the backward pass.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
@@ -461,7 +454,7 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 def _collectives(case, name, kept):
     """Returns collective (see `traffic`) -> what a rank sends for one pack; "all-reduce": for one update."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
-    # A group of `shards` ranks has one copy of the weights. over: number of ranks and of nodes of a group.
+    # over: number of ranks and of nodes of a group, which has one copy of the weights
     over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
     return {"forward": sent(case.number * params, *over),
@@ -471,8 +464,7 @@ def _collectives(case, name, kept):
 
 
 def _network(case, n):
-    """Returns the seconds that the network needs if each rank sends `n` (a Sent). Both networks work at the
-    same time, so the slower counts."""
+    """Returns the seconds in which each rank sends `n` (a Sent). Of the two networks, the slower counts."""
     return max(n.within / case.within, case.local * n.between / case.between)
 
 
@@ -483,8 +475,7 @@ def _seconds(parts):
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists for `_seconds`: the forward passes over all packs of a step, and all updates of a
-    step."""
+    """Returns two lists for `_seconds`: a step's forward passes over all packs, and its updates."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -496,8 +487,7 @@ def _passes(case, name, kept, prompt, response):
         gathers = updates if kept.reshard is False else passes
         return [(gathers, forward, gather), (passes - gathers, forward, 0)]
 
-    # A backward pass costs as much as two forward passes. Each recomputed layer costs one more forward pass
-    # of this layer.
+    # A backward pass costs two forward passes, and one more of each recomputed layer.
     backward = forward * (2 + (kept.recompute or 0) / shape.layers)
     updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
     return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
@@ -520,7 +510,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # the seconds of the policy's forward passes × ref's size / policy's size
+    if cfg.has_ref:  # scaled by the models' sizes
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
@@ -537,8 +527,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 
 def shortage(case: Case) -> str:
-    """Returns a sentence that says which memory is too small for this run; "" if the run fits. The plan for
-    CPUs is not exact, so a run on CPUs may need twice the available memory."""
+    """Returns a sentence that says which memory is too small; "" if the run fits. The plan for CPUs is not
+    exact, so a run on CPUs may need twice the available memory."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -589,7 +579,7 @@ def verdict(case: Case) -> str:
 
 # --- the plan as a table
 
-# section -> name -> value. A value is a number, a word, or a dict: column -> number or word.
+# section -> name -> number or word, or column -> number or word
 Plan = dict[str, dict]
 
 
@@ -637,7 +627,7 @@ def _model_rows(case, name):
 
 
 def _columns(columns):
-    """Turns a dict column -> name -> number into a dict name -> column -> number. A missing number is 0."""
+    """Turns column -> name -> number into name -> column -> number. A missing number is 0."""
     names = dict.fromkeys(name for numbers in columns.values() for name in numbers)
     return {name: {column: numbers.get(name, 0) for column, numbers in columns.items()} for name in names}
 
@@ -676,7 +666,7 @@ def main() -> None:
     """Print the plan."""
     cfg = configs.parse(prog="tools.plan", kind=PlanConfig)
     prompts, world = 0, cfg.ranks or 1
-    with suppress(UserError):  # a plan can be made without the data: `prompts` is then 0
+    with suppress(UserError):  # without the data, `prompts` is 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
     shapes = [read_shape(path or cfg.model) for path in (cfg.model, cfg.critic_model, cfg.ref_model)]
     gpu, host = (None, host_memory()) if cfg.device == "cpu" else (GPUS[cfg.gpu], 0.0)
