@@ -82,8 +82,8 @@ def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
 
 def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
                        first_scores: Scores) -> dict[str, Any]:
-    """Returns, for each evaluation set, a model's metrics minus the first model's metrics, with paired
-    standard errors. Only problems that both models have are compared: a prompt may be too long for one."""
+    """Returns, for each evaluation set, a model's metrics minus the first model's, with paired standard
+    errors. Only problems that both models have are compared."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
@@ -125,7 +125,6 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _tail(text, width):
-    """Returns the last `width` characters of a text, padded to `width`."""
     return text[-width:].ljust(width)
 
 
@@ -173,8 +172,7 @@ new or empty.
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line (syntax: ABOUT). A flag that is not given has the
-    value of the models' training, or else its default. Raises UserError for wrong arguments, and for flags
-    that only training uses."""
+    value of the models' training, or else its default. Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -236,8 +234,7 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward names exactly one grader for each row, without a weight: an evaluation
-    uses nothing else."""
+    """Raises UserError unless --reward names exactly one grader for each row, without a weight."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -255,8 +252,8 @@ def model_name(path: str) -> str:
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Returns the folder for the results of cfg.model. models: the number of models. Raises UserError unless
-    the folder is new or empty."""
+    """Returns the folder for cfg.model's results. models: the number of models. Raises UserError unless the
+    folder is new or empty."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:

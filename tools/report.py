@@ -24,13 +24,12 @@ from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
-    """Returns the names of the metrics in `rows` that match the regular expression `pattern`."""
+    """Returns the names of the metrics in `rows` that match `pattern`."""
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
 def _values(runs, key):
-    """Returns the steps at which a run has a value of the metric `key`, and an array (runs, steps) of the
-    values, with NaN for missing values."""
+    """Returns the steps at which a run has a value of `key`, and the values (runs, steps), with NaN."""
     curves = [{row["step"]: row[key] for row in rows if key in row} for rows in runs]
     steps = sorted(set(chain(*curves)))
     return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
@@ -155,8 +154,7 @@ def _scores(run, key, step):
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a text of at most 100 columns that compares the recipes of the runs. Each entry of `facts`, and
-    each flag in which recipes differ, has a line for each recipe."""
+    """Returns a text that compares the recipes of the runs, by `facts` and by the flags that differ."""
     columns = {str(group[0]): facts(group) | _flags(group[0]) for group in recipes(runs)}
     lines = []
     for field in dict.fromkeys(chain(*columns.values())):
@@ -168,8 +166,8 @@ def compare(runs: Sequence[Path]) -> str:
 
 
 def story(run: Path) -> str:
-    """Returns the summary of a run as text: its `facts`, three held-out problems with responses before and
-    after training, the last five alarms, and the paths of the run's files."""
+    """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
+    training, the last alarms, and paths."""
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:
@@ -199,7 +197,7 @@ pre { background: #f4f4f4; overflow: auto }
 article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SHOWN = 16  # number of responses that the page shows for a step
+SHOWN = 16  # number of responses of a step on the page
 
 
 def _table(rows):
@@ -208,12 +206,11 @@ def _table(rows):
 
 
 def _fold(title, html):
-    """Returns `html` as a section that opens at a click on the title."""
     return f"<details><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _samples(run, kind):
-    """Returns responses of at most six steps as HTML, the newest step first. kind: "samples" or "eval" """
+    """Returns responses of at most six steps as HTML, the newest step first. kind: the folder's name"""
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
         rows = read_jsonl(file)

@@ -66,8 +66,8 @@ class Task(NamedTuple):
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """Returns the addition of a and b by columns as a text, units first: `7+5=12,1+3+4=8` for 37 + 45. said:
-    function from the total of a column to the number that is written, to make mistakes"""
+    """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45. said: total of a
+    column -> the number that is written"""
     columns, carry = [], 0
     while a or b:
         terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
@@ -110,8 +110,7 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 
 
 def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
-    """Build the demo's base model and problems in a folder, unless the folder already has them. Returns the
-    folder's absolute path.
+    """Build the demo's base model and problems in a folder, if it has none. Returns the absolute path.
 
     Args:
         out: the folder to write
@@ -121,8 +120,7 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
-    """Build a task's base model and problems in the folder `out`, unless the folder already has them. Returns
-    the folder's absolute path. Raises UserError if the folder has other content."""
+    """As `build`, for any task. Raises UserError if the folder has other content."""
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     file = path / "tiny.json"
     if file.is_file() and config.items() <= read_json(file).items():
