@@ -1,16 +1,16 @@
 """Policy, critic and reference: Hugging Face decoders that run on packs.
 
-A pack (data.Pack) is the input of one forward pass: N segments end to end. A segment is one prompt with one
-response. Tokens that several segments share are computed once.
+A pack (data.Pack) is N segments end to end. A segment is one prompt with one response. Tokens that several
+segments share are computed once.
 
-Logits and log-probs are fp32, because log-probs from bf16 logits are too imprecise for a clipped ratio.
+Logits and log-probs are fp32: bf16 is too imprecise for a clipped ratio.
 
 Letters in the shapes of tensors:
 
     N           segments of a pack
     T           tokens of a pack
     U           computed tokens
-    S           rows of attention's queries, keys and values (see Segments)
+    S           rows of attention (see Segments)
     V, D        sizes of the vocabulary and of the hidden states
     H, Hkv, d   heads of queries, heads of keys and values, size of a head"""
 
@@ -36,22 +36,22 @@ from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, read_json, req
 from data import Pack
 from dist import Device, Weights
 
-ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and returns it: dist.shard
+ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and returns it
 
 # --- families
 
-# The supported model types. docs/models.md says how the types differ, and why other types are refused.
+# The supported model types. docs/models.md says why others are refused.
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
             "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
 
-# Settings that must be off in every family, because this file does not implement them.
+# Settings that must be off, because this file does not implement them.
 MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
                "quantization_config")
 # Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# The supported types of rotary embeddings. Not "dynamic" and "longrope": their frequencies depend on the
-# longest sequence of the batch, so log-probs would depend on the pack.
+# Not "dynamic" and "longrope": their frequencies depend on the longest sequence of the batch, so log-probs
+# would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
 LAYERS = {"full_attention", "sliding_attention"}
 
@@ -71,8 +71,7 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Returns the parameters of the rotary embeddings: one dict for all layers, or one for each type of
-    layer."""
+    """Returns the parameters of the rotary embeddings: one dict, or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
@@ -88,9 +87,9 @@ def has_window(config: PreTrainedConfig) -> bool:
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns x[index] (n, …), for x (rows, …) and index (n,). A row may be selected several times.
+    """Returns x[index] (n, …), for x (rows, …) and index (n,), which may repeat rows.
 
-    The gradients of a row's copies are summed in fp32. index_select would sum in x's dtype."""
+    The gradients of a row's copies are summed in fp32, unlike with index_select."""
 
     @staticmethod
     def forward(ctx, x, index):
@@ -109,10 +108,10 @@ class TakeRows(torch.autograd.Function):
 
 
 class Segments:
-    """Arranges the tokens of a pack for attention. Made once per forward pass, used in every layer.
+    """Arranges the tokens of a pack for attention. Made once per forward pass.
 
-    A shared token is computed once, but attention needs it in each of its segments. So queries, keys and
-    values are copied from U computed tokens to S slots. On a CPU, and in fp32, slots form padded blocks:
+    A shared token is computed once, but attention needs a copy in each segment. So queries, keys and values
+    are copied to S slots. On a CPU, and in fp32, slots form padded blocks:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -123,27 +122,26 @@ class Segments:
 
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
-        """cu_seqlens (N+1,): where the N segments start and end. longest: tokens of the longest segment.
+        """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
         unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
-        inverse (T,): for each token of the pack, the index of its computed token."""
+        inverse (T,): for each token of the pack, its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots (S,): the index of each slot's computed token.
-        # outputs (U,): for each computed token, the slot from which its attention output is read.
+        # slots (S,): the computed token of each slot. outputs (U,): a slot of each computed token.
         # None: nothing is copied.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the segments in padded blocks for scaled_dot_product_attention. A row is one segment.
-        Segments of similar length share a block.
+        """Arrange the segments in padded blocks. A row is one segment. Segments of similar length share a
+        block.
 
         The lengths are copied to the host, which must know the sizes of the blocks."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Segments share a block if their lengths round up to the same power of 2 (at least 16).
+        # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block, the index of the pack's token in each slot; -1 is padding
+        tokens = []  # for each block, the pack's token in each slot; -1 is padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
@@ -164,13 +162,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
     """Returns the attention output (1, U, H, d) of a pack's U computed tokens. A token attends to itself and
-    to earlier tokens of its segment. transformers calls this function in every layer.
+    to earlier tokens of its segment.
 
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache. None in training.
-    segments: None in a decoding step of the PyTorch engine. For R rows of the cache, query is then (R, H, 1,
-        d), and the result (R, 1, H, d)."""
+    segments: None in decoding steps. Then query is (R, H, 1, d), for R rows of the cache, and the result (R,
+        1, H, d)."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -180,10 +178,10 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # squeeze(0), not x[0]: the backward pass of x[0] would copy the gradient once more.
-    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # each (U, heads, d), for U tokens
+    # The backward pass of x[0] would copy the gradient once more.
+    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if segments.slots is not None:
-        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # each (S, heads, d), for S slots
+        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d)
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
     return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
@@ -200,7 +198,7 @@ def _varlen(query, key, value, segments, scaling, window):
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
-    if "window_size" in known:  # a token attends to (n before it, n after it); -1: no limit
+    if "window_size" in known:  # (n before a token, n after it); -1: no limit
         options["window_size"] = (window - 1 if window else -1, 0)
     else:
         options["is_causal"] = True
@@ -211,13 +209,13 @@ def _varlen(query, key, value, segments, scaling, window):
 
 
 def _padded(query, key, value, segments, scaling, window):
-    """Returns the attention output (S, H, d) of S slots, computed block by block (see Segments)."""
+    """Returns the attention output (S, H, d), computed block by block (see Segments)."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
         # On a GPU, all is fp32 here. With fewer key heads than query heads, torch would then store all
-        # attention scores. So each query head gets its own copy of keys and values.
+        # attention scores.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -236,8 +234,8 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs and entropies from a linear head in fp32. The logits (n, V) would take too much memory, so
-    they are computed in chunks. `backward` computes all chunks but the last again.
+    """Log-probs and entropies from a linear head in fp32, in chunks, because the logits (n, V) would take too
+    much memory.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs (n,) and entropies
     (n,)."""
@@ -253,7 +251,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.last = temperature, log_softmax
-        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is then None, not zeros
+        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is then None
         return logp, entropy
 
     @staticmethod
@@ -288,15 +286,14 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns the fp32 logits (c, V) of hidden states (c, D), for the head's weight (V, D). Sums are in
-    fp32."""
+    """Returns fp32 logits (c, V), summed in fp32, of hidden states (c, D) for the head's weight (V, D)."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
 
 
 class LMHead(nn.Linear):
-    """The output layer of a language model. `forward` returns log-probs and entropies instead of logits.
+    """The output layer of a language model. `forward` returns log-probs and entropies.
 
     Cohere and Granite multiply their logits by `scale`. Dividing the temperature by `scale` has the same
     effect."""
@@ -309,7 +306,7 @@ class LMHead(nn.Linear):
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns the fp32 logits (n, V) of hidden states (n, D), for the PyTorch engine."""
+        """Returns the fp32 logits (n, V) of hidden states (n, D)."""
         return logits_fp32(hidden, self.weight).mul_(self.scale)
 
 
@@ -319,7 +316,7 @@ class LMHead(nn.Linear):
 @cache
 def backbone_class(config_class: type) -> type:
     """Returns a subclass of transformers' backbone class with its own `__init__` and `__call__`. Must be
-    called before vLLM starts, because vLLM replaces these methods for some families."""
+    called before vLLM starts, because vLLM replaces both for some families."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -341,10 +338,10 @@ class PackModel(nn.Module):
 
     def tie(self) -> None:
         """Make the weights of head and embedding the same tensor, if the config says so. Must be called again
-        after parameters were replaced. A Critic has no such head."""
+        after parameters were replaced."""
 
     def recompute(self, whole: int | None) -> None:
-        """Set what each layer stores for the backward pass, which computes the rest again.
+        """Set what each layer stores for the backward pass.
 
             the first `whole` layers      only their input
             the other layers              also the results of matrix products and of attention
@@ -356,22 +353,20 @@ class PackModel(nn.Module):
                                     preserve_rng_state=False, **keep)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,). `attention`: arguments of
-        packed_attention."""
+        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,)."""
         out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens `at` (n,), which
-        the heads predict."""
+        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens `at` (n,)."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return TakeRows.apply(hidden, pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
-        """Allocate the memory of a model that is on the meta device. Tie its parameters, and compute its
-        buffers in fp32. The caller must then fill the parameters.
+        """Allocate the memory of a model on the meta device, and compute its buffers in fp32. The caller must
+        then fill the parameters.
 
         A buffer that transformers does not compute stays NaN, so the error is noticed."""
         self.to_empty(device=device)
@@ -387,8 +382,8 @@ class PackModel(nn.Module):
 
 
 def keep_products() -> tuple[Any, Any]:
-    """Returns the contexts with which `checkpoint` keeps the results of matrix products and attention,
-    because these take most of a layer's time."""
+    """Returns the contexts with which `checkpoint` keeps matrix products and attention, because these take
+    most of a layer's time."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -437,8 +432,8 @@ class Critic(PackModel):
 
 
 def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats: the log-prob of each token, and the entropy of the distribution
-    that predicts the token. Both are 0 where pack.mask is false."""
+    """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution that
+    predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
 
 
@@ -450,16 +445,16 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# The files of a model that are downloaded. Subfolders and consolidated.* have the same weights again.
+# Subfolders and consolidated.* have the same weights again.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
 
 def resolve(name: str) -> str:
-    """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, such as
-    Qwen/Qwen2.5-0.5B, which is downloaded unless it is in the cache.
+    """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, which is
+    downloaded unless it is in the cache.
 
-    A collective. Raises UserError, the same on every rank, if the download fails."""
+    A collective. Raises UserError, the same on every rank."""
     if not HUB_ID.fullmatch(name):
         return name
     here = Path(name).exists()
@@ -468,7 +463,6 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
-    """Download a model of the Hub, on the first rank of each machine. Raises UserError."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
@@ -484,8 +478,8 @@ def _download(name):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """Returns the config of the model in a folder. Raises UserError if the folder has no model, or if torz
-    would compute the model wrong."""
+    """Returns the config of the model in a folder. Raises UserError if there is no model, or none that torz
+    supports."""
     folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
@@ -499,8 +493,7 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder's files: names, sizes, and about 64 blocks of 4 KiB of each file.
-    Hashing whole files would take too long."""
+    """Returns a hash of a model folder's files: names, sizes, and about 64 blocks of 4 KiB of each."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -514,7 +507,7 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, or no model that torz
+    """Returns the folder's tokenizer. Raises UserError without a tokenizer, or without a model that torz
     supports."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
@@ -538,7 +531,7 @@ def load_policy(path: str, device: Device = "cpu",
     """Returns the folder's causal language model in fp32. Raises UserError if torz does not support the
     model, or if the files do not fit config.json.
 
-    `shard_fn` (dist.shard) runs before memory is allocated, so each rank reads only its own shards."""
+    `shard_fn` runs before memory is allocated, so each rank reads only its shards."""
     return _load(Policy, path, device, shard_fn)
 
 
@@ -546,8 +539,8 @@ def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
     """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
-    Without a critic head in the folder, a new head is drawn with `seed`: normal with standard deviation 1 /
-    (D + 1), as in Open-Reasoner-Zero's code."""
+    Without a critic head in the folder, draws one with `seed`: normal with standard deviation 1 / (D + 1), as
+    in Open-Reasoner-Zero's code."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -560,8 +553,8 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def _load(kind, path, device, shard_fn):
-    """Returns a Policy or Critic with the folder's weights. Raises UserError if the files lack a tensor of
-    the model (except a critic's head), or have an unknown one."""
+    """Raises UserError if the files lack a tensor of the model (except a critic's head), or have an unknown
+    one."""
     with torch.device("meta"):
         model = kind(load_config(path))
     model = shard_fn(model)

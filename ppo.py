@@ -6,12 +6,12 @@ A pack has N segments (a prompt with a response) end to end, T tokens in all.
 
     mask        (T,) bool, true on the response tokens that enter the loss
     cu_seqlens  (N+1,) index of each segment's first token; the last entry is T
-    values      (T,) values[t] is the critic's value of the state before token t
+    values      (T,) the critic's value of the state before each token
 
 Log-probabilities and KL are in nats.
 
-Each loss is a sum over tokens, divided by the number of response tokens in the whole update. So neither the
-packing nor the number of ranks changes a gradient. ORZ takes the mean over each pack, and then over packs."""
+A loss is a sum over tokens, divided by the response tokens of the whole update. ORZ takes means over
+packs."""
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    # step (T,): for each token, the last time step that is not after this token, as an index into `steps`
+    # step (T,): the last time step that is not after each token, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # in_reach (T,): for each token, whether this time step exists and is in the token's own segment
+    # in_reach (T,): whether this time step exists, in the token's own segment
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
@@ -64,8 +64,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. To whiten several
-    packs or ranks together, add up their stats."""
+    """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. Stats of packs and
+    ranks can be added up."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
@@ -103,8 +103,7 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     tokens.
 
     tokens: response tokens of the whole update, the denominator of the loss.
-    old_logp (T,): log-probs before the step's first update. With one update a step, pass logp.detach(): the
-        gradient is then that of REINFORCE.
+    old_logp (T,): log-probs before the step's first update.
     correction (T,): factor of each token's loss, without gradient. None: 1."""
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
@@ -121,8 +120,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     response tokens of the whole update.
 
     old_values (T,): values before the step's first update.
-    clip: if given, the value is also clipped to old_values ± clip, and the larger squared error counts (as in
-        ppo2 of OpenAI's baselines)."""
+    clip: as in ppo2 of OpenAI's baselines. None: no clipping."""
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)

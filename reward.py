@@ -11,8 +11,7 @@ To grade responses in your own code:
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
---reward is a list of terms. A term is a grader or a part. A grader compares the answer with the gold answer,
-or is a user's function. A part is an extra reward (rollout.REWARD_PARTS)."""
+--reward is a list of graders and parts. A part is an extra reward (rollout.REWARD_PARTS)."""
 
 import json
 import math
@@ -29,7 +28,7 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part, such as "format"."""
+    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part."""
 
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
@@ -39,8 +38,7 @@ class Term:
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if `reward`
-    is not valid.
+    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError.
 
     reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
         DATASET@FILE.py:FUNCTION.
@@ -57,7 +55,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 def _term(spec, parts):
     full, equals, number = spec.rpartition("=")
-    # No weight is given if there is no =, or if the last = is part of a file path.
+    # No weight without =, or if the last = is part of a file path.
     if not equals or "/" in number or ":" in number:
         full, number = spec, "1"
     try:
@@ -74,13 +72,13 @@ def _term(spec, parts):
             f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
     name = custom.rpartition(":")[2] or full
     if dataset:
-        name = dataset.replace("/", "-")  # because a / in a metric's name starts a new level
+        name = dataset.replace("/", "-")  # a / in a metric's name starts a new level
     return Term(name, weight, custom=custom, dataset=dataset)
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if there is none), and
-    FILE.py:FUNCTION. Raises UserError if the text before @ is empty."""
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case, or "", and FILE.py:FUNCTION. Raises
+    UserError."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -90,30 +88,29 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared for a data row without the field `reward`: the first of KINDS in
-    --reward, or else "math"."""
+    """Returns how answers are compared for a data row without the field `reward`."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
 
 def think_then_answer(text: str) -> float:
-    """Returns 1 if the response has the format <think> … </think> <answer> … </answer>, each tag on its own
-    line, else 0 (Open-R1's format reward)."""
+    """Returns 1 for the format <think> … </think> <answer> … </answer>, each tag on its own line, else 0
+    (Open-R1's format reward)."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
     _, _, answer = text[len(start):].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
 
 
 def tag_count(text: str) -> float:
-    """Returns 0.25 for each of the tags <think>, </think>, <answer> and </answer> that occurs exactly once
-    with its line breaks (Open-R1's tag count)."""
+    """Returns 0.25 for each of the four tags that occurs exactly once with its line breaks (Open-R1's tag
+    count)."""
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
 def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the fraction of the text's word n-grams that occurred earlier in the text. Open-R1's
-    repetition penalty is this number times -1."""
+    """Returns the fraction of word n-grams that occurred earlier in the text (Open-R1's repetition penalty,
+    times -1)."""
     words = text.lower().split()
     grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
@@ -125,8 +122,8 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms of --reward that grade a data set. Only the first one decides whether a response is
-    correct. Functions of the data set come first, and replace the comparison of answers."""
+    """Returns the terms of --reward that grade a data set. The first one decides whether a response is
+    correct. Functions of the data set replace the comparison of answers."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -134,8 +131,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 def _responses(path, kind="math"):
-    """Yields the rows of a file of responses, with defaults for "stopped" and "kind". Rows of a run's
-    samples/ are converted. Raises UserError for a row that is not valid."""
+    """Yields the rows of a file of responses, or of a run's samples/. Raises UserError for a row that is not
+    valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')

@@ -1,8 +1,7 @@
-"""Samples and grades responses: for training, for the evaluations of a run, and for tools/evaluate.py.
+"""Samples and grades responses, for training and evaluation.
 
     with engine.awake(full_weights(policy), version=step):
-        samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)
-"""
+        samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
 
 import itertools
 import json
@@ -39,8 +38,8 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-# Part of the `key` that seeds an engine's random numbers. So training, evaluations, the self-check and the
-# later rounds of a rollout draw different numbers.
+# Part of an engine's random seed: training, evaluations, the self-check and later rounds draw different
+# numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 PROMPTS_PER_ENGINE = 32  # with fewer prompts, `deal` spreads a prompt's samples over the ranks
 
@@ -48,7 +47,7 @@ PROMPTS_PER_ENGINE = 32  # with fewer prompts, `deal` spreads a prompt's samples
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's length penalty of each response, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
+    """Returns DAPO's length penalties, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
     limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
     return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
             for s, limit in zip(group, limits, strict=True)]
@@ -60,8 +59,8 @@ def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Kimi k1.5's length reward (arXiv 2501.12599, sec. 2.3.3): linear from 0.5 for the prompt's
-    shortest response to -0.5 for the longest. A wrong response gets at most 0."""
+    """Returns Kimi k1.5's length rewards (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the prompt's shortest
+    response to -0.5 for the longest. A wrong response gets at most 0."""
     lengths = [int(s.is_sampled.sum()) for s in group]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
@@ -69,24 +68,24 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns `function`, one of reward.TEXT_PARTS, of the text that the policy wrote in each response."""
+    """Returns `function`, one of reward.TEXT_PARTS, of the policy's text in each response."""
     return [function(s.policy_text) for s in group]
 
 
-# Reward part -> function(samples of one prompt, config) -> one number for each sample, which is added to the
-# grader's reward. A part is used if --reward names it, or if its flag in BY_FLAG is given.
+# Reward part -> function(samples of one prompt, config) -> one extra reward for each sample. --reward or a
+# flag in BY_FLAG selects the parts.
 REWARD_PARTS = {
     **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
 }
-BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> the flag that turns it on
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> its flag
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError if a term
-    does not exist or has the name of a reward part, or if a weight is 0 without a teacher (--ref_model)."""
+    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError for an
+    unknown term, a name that is taken, or a weight of 0 without a teacher (--ref_model)."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -97,19 +96,19 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of the reward parts that this run uses."""
+    """Returns name -> weight of the reward parts of this run."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the graders and reward parts. Each has a metric `reward/NAME`."""
+    """Returns the names of graders and reward parts. Each has a metric `reward/NAME`."""
     return [*(t.name for t in terms_of(cfg) if t.kind or t.custom), *weighted_parts(cfg)]
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the reward parts in Sample.parts. With --mask_truncated, samples cut at the
-    length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples with the reward parts in Sample.parts, and in_loss=False for those that
+    --mask_truncated excludes. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
     if not weights and not cfg.mask_truncated:
         return list(samples)
@@ -122,8 +121,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns data set -> name of its extractor, from --extractor. The key "" stands for all other data sets.
-    Raises UserError if a data set has two extractors."""
+    """Returns data set -> its extractor; "" stands for all other data sets. Raises UserError if a data set
+    has two."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
@@ -134,11 +133,11 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
+    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown one.
     `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Data sets of presets are accepted without rows, because the user may not have the preset's data.
+    # Data sets of presets are accepted: the user may not have their rows.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -155,11 +154,10 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far, in one of
-    four dicts:
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far:
 
-        open      unfinished; the next round samples it
-        waiting   with --env: the policy ended its turn, and the environment has not replied
+        open      unfinished
+        waiting   for a reply of the environment (--env)
         complete  finished, without a reward
         graded    finished, with its reward"""
 
@@ -167,12 +165,11 @@ class Trajectories:
                  round_len: int = 0, top_p: float = 1.0) -> None:
         """problems: prompt_id -> problem, for the prompts of all ranks
         max_tokens: largest number of tokens of a response
-        round_len: largest number of tokens of a trajectory in one call of the engine. 0: up to the turn's end
-        top_p: see Engine.generate"""
+        round_len: largest number of tokens of a trajectory in one call of the engine; 0: no limit"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # Sample.text lacks the text of the unfinished turn
+        self.open: dict[Key, Sample] = {}  # without the text of the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -180,21 +177,21 @@ class Trajectories:
         self.results = {}
 
     def begin(self, keys: Iterable[Key], version: int) -> None:
-        """Add new trajectories: the prompts, with empty responses."""
+        """Add new trajectories with empty responses."""
         ids, logp = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for i, j in keys:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories of another rank or of an earlier step. A trajectory with a `reason` (the outcome,
-        such as "wrong") has been graded."""
+        """Add trajectories of another rank or of an earlier step. Those with a `reason`, such as "wrong",
+        have been graded."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move unfinished trajectories between ranks. A collective: `target` must be the same on every rank.
+        """Move unfinished trajectories between ranks. A collective.
 
-        target: key of a trajectory -> its new rank. A trajectory whose key is missing stays."""
+        target: key of a trajectory -> its new rank, the same on every rank. Other trajectories stay."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -206,8 +203,8 @@ class Trajectories:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. Calls
         progress() each time a turn ends.
 
-        Returns False if a signal has aborted the round. With --tp, no round is aborted: the other ranks of
-        the engine would wait for ever."""
+        Returns False if a signal has aborted the round. With --tp, no round is aborted: the
+        engine's other ranks would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -222,8 +219,7 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Append `segment`, the tokens of this round, to the trajectory `before`. Returns True if the turn
-        ended."""
+        """Append this round's tokens to the trajectory `before`. Returns True if the turn ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
@@ -242,12 +238,11 @@ class Trajectories:
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
-            # A character's bytes may be divided between `before` and `segment`, so the whole turn is decoded.
+            # Decode the whole turn: a character's bytes may be divided between `before` and `segment`.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
 
     def _complete(self, s):
-        """Put `s` into `complete`, and submit it to the graders of its data set."""
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
@@ -263,8 +258,7 @@ class Trajectories:
                 self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
-        """Append the environment's text to the trajectory. `reply`: a Reply, or a Grade if the environment
-        failed."""
+        """Append the environment's text. `reply`: a Reply, or a Grade if the environment failed."""
         if isinstance(reply, Grade):
             return self._complete(replace(s, reason=reply.reason))
         if reply.reward is not None:
@@ -272,27 +266,25 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # Text longer than the rest of the response is an error of the environment.
+        # The text is too long: an error of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # The policy can't take another turn, so the trajectory ends without the text, as truncated.
+        # Without room for another turn, the trajectory ends without the text, as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns how many tokens may still be appended to the trajectory. Only evaluations may go beyond
-        cfg.model_len."""
+        """Returns how many tokens may still be appended. Only evaluations may exceed cfg.model_len."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
     def grades(self) -> list[Sample]:
-        """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id, sample_id).
-
-        The reward is 0 if the environment failed, else the environment's, else the first grader's."""
+        """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id,
+        sample_id)."""
         self.results |= self.grader.results()
         for key, s in self.complete.items():
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
@@ -317,33 +309,29 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
             carried: Sequence[Sample] | None = None,
             top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. A collective, with the same `problems` on every rank.
-    Returns
+    """Sample and grade `n` responses to each problem. A collective. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: the rest of this rank's trajectories, unfinished or graded, for the next step.
+    2. with --carry: the rest of this rank's trajectories, for the next step.
 
-    Both lists are empty if a signal has requested a stop.
+    Both lists are empty after a stop was requested.
 
-    problems: prompt_id -> problem. With --carry, prompt_id is the prompt's number in the run
-        (data.numbers_at).
+    problems: prompt_id -> problem, the same on every rank. With --carry, prompt_id is the
+        prompt's number in the run (data.numbers_at).
     max_tokens: largest number of tokens of a response.
-    key: seeds the randomness.
-    version: step of the engine's weights.
     progress: called when a turn ends.
     carried: result 2 of the previous step; () without --carry; None in evaluation.
-    top_p: see Engine.generate."""
+    temperature, key, version, top_p: see Engine.generate."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal: one is sampled, and copied at the end.
+    # At temperature 0, all samples of a prompt are equal.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()
     home = deal([*new, *old], engine)
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # After a resume, carried trajectories may be on other ranks. `home` is the rank that they would have
-    # without the resume.
+    # After a resume, move carried trajectories to the ranks of the uninterrupted run.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
@@ -359,13 +347,11 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Sample round after round until there are enough samples. Returns the keys of the samples to use, also
-    of samples on other ranks, or None if sampling was aborted.
+    """Sample rounds until there are enough samples. Returns their keys, also of other ranks, or None if
+    sampling was aborted.
 
-    If `carries` is false, sampling ends when all trajectories are complete. Otherwise when
-    1. cfg.samples_per_step trajectories are complete (if samples are compared: with all samples of the
-       prompt)
-    2. and no unfinished prompt began --max_staleness steps ago or earlier."""
+    Without `carries`, all trajectories must be complete. With it, cfg.samples_per_step are enough, unless an
+    unfinished prompt is --max_staleness steps old."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)
@@ -389,10 +375,10 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
-    """Distribute the samples `keys` over the ranks. Returns key -> rank.
+    """Returns key -> rank for the samples `keys`.
 
-    All samples of a prompt go to one rank, which computes the prompt once. With few prompts, they are spread,
-    and the engines finish at about the same time."""
+    All samples of a prompt go to one rank, which computes the prompt once. With few prompts, they are
+    spread."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -408,10 +394,10 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Balances unfinished trajectories between ranks with as few moves as possible. held[r]: the keys of
-    those on rank r. Returns key -> new rank, for each that moves."""
+    """Returns key -> new rank, for the fewest moves that balance the unfinished trajectories. held[r]: the
+    keys on rank r."""
     ranks, total = len(held), sum(map(len, held))
-    # The fullest ranks get the keys that are left over, so that fewer keys move.
+    # The fullest ranks get the keys that are left over: fewer moves.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -421,17 +407,17 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
 
 # --- metrics of problems
 
-Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> one value for each problem
+Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> value of each problem
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns metric -> one value for each problem, which has `n` samples:
 
         avg@n         mean reward
-        pass@k        see `pass_at`; for k = 2, 4, 8, … up to n, and for n
+        pass@k        see `pass_at`; k = 2, 4, 8, … up to n, and n
         maj@n         see `majority`; for n above 2
         response_len  mean number of tokens
-        truncated     fraction of responses cut at the length limit"""
+        truncated     fraction cut at the length limit"""
     groups = group_by_prompt(samples)
     right = [sum(s.right for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -451,8 +437,8 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if the most frequent answer of a prompt's samples is right, else 0. With a tie, returns the
-    fraction of right answers among the most frequent."""
+    """Returns 1 if a prompt's most frequent answer is right, else 0. With a tie, returns the fraction
+    of tied answers that are right."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.right}
@@ -469,7 +455,7 @@ def mean(values: Sequence[float]) -> float:
 
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
-    engine's log-probs (nats; None at tokens of the environment)."""
+    engine's log-probs (nats)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
     row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
     if problem.fields:
@@ -511,9 +497,7 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
                progress: Callable = lambda: None) -> tuple[Scores, list[dict]]:
     """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
-    for each response (`sample_row`). step: step of the engine's weights.
-
-    Every evaluation uses the same random numbers."""
+    for each response (`sample_row`). step: step of the engine's weights."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -528,8 +512,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> one value for each problem (see `accuracy`), for the samples of all ranks. The
-    problems are sorted, so a mean has the same rounding for any number of ranks."""
+    """Returns metric -> one value for each problem (see `accuracy`), for all ranks. Sorted problems make a
+    mean independent of the number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))
@@ -542,15 +526,14 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
-    """Returns a new engine for the model folder `path`. Raises UserError if the engine can't run this
-    model."""
+    """Returns a new engine for the model folder `path`. Raises UserError if it can't run this model."""
     check_engine_flags(path, cfg, device)
     return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError if --tp is used without vLLM, or if the model in `path` does not support
-    cfg.engine_len tokens."""
+    """Raises UserError for --tp without vLLM, or if the model in `path` does not support cfg.engine_len
+    tokens."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with --engine torch", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
@@ -560,8 +543,8 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens, after scaling of the rotary embedding
-    (RoPE). Infinity if the config does not say."""
+    """Returns the longest sequence that the model supports, in tokens. Infinity if the config does not
+    say."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
@@ -571,8 +554,7 @@ def max_positions(config: Any) -> float:
 
 
 def make_grader(cfg: Config, say: Say = print) -> Grader:
-    """Returns a new Grader for --reward and --env. Raises UserError if a reward or an extractor does not
-    exist."""
+    """Returns a new Grader. Raises UserError if a reward or an extractor does not exist."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)

@@ -4,15 +4,11 @@
     torchrun --nnodes 4 --nproc-per-node 8 … train.py orz-7b --layout production --model PATH --data FILE
     python train.py PRESET --help
 
-Every GPU has one process, and every process runs this program. The function `train` is the algorithm.
+The function `train` is the algorithm. Three differences from Open-Reasoner-Zero:
 
-Three differences from Open-Reasoner-Zero:
-
-1. A loss is averaged over the whole update of all ranks, not over a pack. So the number of ranks and the
-   packing do not change a run.
+1. A loss is averaged over the whole update of all ranks, not over a pack.
 2. No sample is dropped or repeated to fill a batch.
-3. With one policy update per step, the old log-probs are equal to the current ones, so no forward pass
-   computes them."""
+3. With one policy update per step, no forward pass computes old log-probs."""
 
 import gc
 import os
@@ -121,7 +117,7 @@ from rollout import (
 from tools import plan, report
 
 SAVED_PROMPTS = 8
-Minibatches = list[list[Pack]]  # this rank's packs of one step, one list for each minibatch
+Minibatches = list[list[Pack]]  # one list of this rank's packs for each minibatch
 
 
 @dataclass
@@ -131,7 +127,7 @@ class Role:
     name: str
     model: nn.Module
     optimizer: torch.optim.Optimizer | None  # None for ref, which is not trained
-    skipped: int = 0  # number of updates in a row that were skipped (gradient not finite)
+    skipped: int = 0  # updates skipped in a row (gradient not finite)
 
 
 @dataclass
@@ -157,8 +153,8 @@ class Run:
 
 
 def main(cfg: Config) -> bool:
-    """Train with the config `cfg`. Returns False if a signal has stopped the run before its last step. Raises
-    UserError, the same on every rank."""
+    """Train with the config `cfg`. Returns False if a signal stopped the run. Raises UserError, the same on
+    every rank."""
     run = prepare(cfg)
     try:
         with run.log, handle_signals(cfg.grace):
@@ -180,12 +176,12 @@ def main(cfg: Config) -> bool:
         return done
     finally:
         run.lock.release()
-        gc.unfreeze()  # undo the gc.freeze of `load`: in a notebook the run must be freed
+        gc.unfreeze()  # undo the gc.freeze of `load`, for notebooks
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step. Returns False if a signal, such as ctrl-C, has stopped
-    the run; then all finished steps are saved."""
+    """The algorithm. Returns True after the last step, or False after a signal such as ctrl-C. Then all
+    finished steps are saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -193,7 +189,7 @@ def train(run: Run) -> bool:
             metrics = evaluate(run, step)
             if step < cfg.steps:
                 batch, samples, carried = sample_step(run, step, meter)
-        with dist.phase("wait"):  # stop_requested is a collective, so ranks wait here for the slowest engine
+        with dist.phase("wait"):  # a collective: ranks wait here for the slowest engine
             stopping = dist.stop_requested()
         if stopping:  # a resumed run samples this step again
             return stop(run, step)
@@ -222,8 +218,7 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # With one update and no KL term in the reward, the old log-probs are those that policy_pack_loss
-    # computes.
+    # Otherwise the old log-probs are those that policy_pack_loss computes.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         # optimizer=None: `resident` then leaves the optimizer's state on the CPU (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
@@ -244,13 +239,13 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a checkpoint after `step` finished steps. Returns False, the result of `train` after a stop."""
+    """Save a checkpoint after `step` finished steps. Returns False, for `train`."""
     run.saver.save(step, run.carried, wait=True)
     return False
 
 
 def finish(run: Run) -> None:
-    """Save the last checkpoint, and export policy and critic as Hugging Face folders in export/."""
+    """Save the last checkpoint, and export policy and critic to export/."""
     stop(run, run.cfg.steps)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
@@ -280,8 +275,8 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run of the folder `out`, after all checks. The run continues from the folder's newest
-    checkpoint, if there is one. Raises UserError, the same on every rank."""
+    """Returns the run of the folder `out`, after all checks. Continues from the folder's newest checkpoint.
+    Raises UserError, the same on every rank."""
     say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
@@ -289,7 +284,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    # Made before the data are loaded: load_data keeps the rows' fields only if a reward function reads them.
+    # Made before the data are loaded: load_data keeps the rows' fields only for a reward function that reads
+    # them.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
@@ -303,8 +299,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # A checkpoint is written while the step `start` runs, which may have added problems. They are left out,
-    # because the resumed run does that step again.
+    # Without problems that the unfinished step `start` has added: the resumed run does that step again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -325,8 +320,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
 
 
 def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
-    """Returns the problems of --data, and the evaluation sets. Raises UserError if a file can't be read or
-    does not fit the other flags."""
+    """Returns the problems of --data, and the evaluation sets. Raises UserError."""
     check_vocabularies(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say, keep_fields=keep_fields)
     held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
@@ -341,7 +335,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded, in fp32."""
+    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded."""
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if cfg.offload else world.device
@@ -358,7 +352,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer. Another optimizer needs no other change: checkpoints save the state of any."""
+    """Returns a new optimizer. Checkpoints save the state of any optimizer."""
     # On a CPU, AdamW without fused=True is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
@@ -366,8 +360,7 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 
 def resident(role: Role, world: dist.World):
-    """Returns a context manager. Inside it, the role's model and optimizer state are on the device
-    (--offload)."""
+    """Returns a context manager that holds the role's model and optimizer state on the device."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
@@ -385,9 +378,9 @@ def refresh_ref(run: Run, step: int) -> None:
 
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Sample and grade the responses of a step. Returns
-    1. the batch: the problems of the step, the same list on all ranks;
-    2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
-    3. with --carry, this rank's trajectories (responses so far) for the next step."""
+    1. the problems of the step, the same list on all ranks;
+    2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into 1;
+    3. with --carry, this rank's trajectories for the next step."""
     cfg = run.cfg
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter)
@@ -407,10 +400,8 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """`sample_step` with --carry: samples new prompts, and continues the trajectories of the previous step.
-
-    More prompts are sampled than the step needs. The batch is chosen from those that finish. Until then,
-    prompt_id is the prompt's number in the run (data.numbers_at)."""
+    """`sample_step` with --carry: samples more prompts than the step needs, and continues the previous step's
+    trajectories. The batch is chosen from the prompts that finish."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -432,8 +423,7 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
     """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
     samples, and with --carry the trajectories for the next step.
 
-    problems: prompt_id -> problem.
-    key: seeds the randomness: (step,), or (step, round) in a round of --resample_rounds."""
+    key: (step,), or (step, round) with --resample_rounds. Seeds the randomness."""
     cfg = run.cfg
     # With --carry, `problems` has more prompts than this step finishes.
     prompts = min(len(problems), cfg.prompts_per_step)
@@ -452,9 +442,9 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
 
 def resample(run: Run, step: int, batch: list[Problem],
              samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
-    """Replace uniform prompts by new prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling,
-    arXiv 2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new
-    batch and this rank's samples."""
+    """Replace uniform prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling, arXiv
+    2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new batch
+    and this rank's samples."""
     cfg, batch = run.cfg, list(batch)
     uniform = uniform_prompts(samples)
     for round in range(1, cfg.resample_rounds + 1):
@@ -477,16 +467,16 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the prompts, on all ranks, whose samples all have the same reward. All samples of a
-    prompt must be on the same rank."""
+    """Returns the ids of the uniform prompts of all ranks (see `resample`). All samples of a prompt must
+    be on the same rank."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
 
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Returns the metrics of all evaluation sets, or {} if no evaluation is due at this step. Writes the
-    responses to eval/."""
+    """Returns the metrics of all evaluation sets, or {} if no evaluation is due. Writes the responses to
+    eval/."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -499,8 +489,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write the samples that --save_samples selects to samples/step_NNNNNN.jsonl. `some`: those of the first
-    SAVED_PROMPTS prompts, every --eval_every steps (if it is 0, every 10)."""
+    """Write samples to samples/step_NNNNNN.jsonl. --save_samples some: the first SAVED_PROMPTS prompts, every
+    --eval_every steps (if it is 0, every 10)."""
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -522,7 +512,7 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, samples of prompts with equal scores get in_loss=False."""
+    the same rank. With --drop_uniform, prompts with equal scores do not enter the loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -536,22 +526,21 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
                model: nn.Module, meter: Meter) -> Minibatches:
     """Distribute the samples over the ranks, in packs. Returns this rank's packs, one list for each
-    minibatch. Every rank gets about equal work and the same number of packs. n_prompts: prompts of the step
-    on all ranks."""
+    minibatch. Every rank gets about equal work and the same number of packs."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
     layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
-    version = step if cfg.carry else None  # None: all tokens were sampled with this step's weights
+    version = step if cfg.carry else None  # None: all tokens are from this step's weights
     minibatches = [[pack(some, version).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # A backward pass costs as much as two forward passes. The critic runs one more, for the values.
+    # A backward pass costs as much as two forward passes. The critic runs one more.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -560,9 +549,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
-    rank's samples, and the prompt_id (S,) and length (S,) in tokens of all samples.
-
-    n: samples of a prompt. With --carry, a step may have fewer."""
+    rank's samples, and prompt_id (S,) and length (S,) of all samples. n: samples of a prompt."""
     # where this rank's samples are in `tokens`
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
@@ -574,12 +561,11 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share` set, a token's weight with --aggregation prompt: 1 / (sampled
-    tokens of the prompt × prompts), counted in the minibatch over all ranks.
+    """Returns the samples with `prompt_share`, a token's weight with --aggregation prompt: 1 / (sampled
+    tokens for the prompt × number of prompts), counted in the minibatch.
 
-    keys: for each sample, its index among the samples of all ranks (`number_samples`)
-    prompts[i]: prompt_id of the sample with index i
-    layout[minibatch][rank][pack]: the indices of the pack's samples"""
+    keys, prompts: from `number_samples`
+    layout[minibatch][rank][pack]: numbers of the pack's samples"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -592,21 +578,20 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
 
 
 def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    """Returns new minibatches: each pack p is replaced by f(p)."""
     return [[f(p) for p in minibatch] for minibatch in minibatches]
 
 
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
-    """Returns the minibatches with the log-probs of the role's model in `field`: "old_logp" or "ref_logp"."""
+    """Returns the minibatches with the role's log-probs in `field`: "old_logp" or "ref_logp"."""
     return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
 
 
 @torch.no_grad()
 def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
                         meter: Meter) -> Minibatches:
-    """Returns the minibatches with values, returns and advantages (GAE, whitened over the step). Without a
-    critic, all values are 0 (REINFORCE++, arXiv 2501.03262)."""
+    """Returns the minibatches with values, returns and whitened advantages. Without a critic, all values are
+    0 (REINFORCE++, arXiv 2501.03262)."""
     def estimate(p):
         v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
@@ -623,8 +608,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with advantages of mean 0 and standard deviation 1 over the step's tokens in
-    the loss, on all ranks."""
+    """Returns the minibatches with advantages whitened over all tokens in the loss of the step, on all
+    ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -634,22 +619,21 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns `count` lists of packs, one for each update. Neighbouring minibatches are joined if there are
-    more minibatches than updates."""
+    """Returns `count` lists of packs, one for each update. Joins neighbouring minibatches if there are
+    more."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
-    """Returns how many tokens and responses enter the loss of an update, over all ranks. packs: this rank's
-    packs."""
+    """Returns how many tokens and responses enter the loss of an update, over all ranks."""
     here = torch.tensor([sum(len(p.loss_tokens) for p in packs), sum(p.responses for p in packs)])
     return tuple(dist.all_sum(here).tolist())
 
 
 def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
                meter: Meter, log: Logger) -> None:
-    """Do all updates of a step for one role. `pack_loss` is policy_pack_loss or critic_pack_loss."""
+    """Do all updates of a step for one role."""
     updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
     for n in range(passes):
         with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
@@ -670,9 +654,9 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
 
 def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """Returns the value loss of one pack. The loss of an update is the sum over its packs on all ranks.
+    """Returns the value loss of one pack. An update's loss is the sum over its packs on all ranks.
 
-    tokens: tokens in the loss of the whole update, over all ranks. responses: not used"""
+    tokens: tokens in the loss of the whole update. responses: not used"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -680,9 +664,9 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
                      meter: Meter) -> Tensor:
-    """Returns the policy loss of one pack. The loss of an update is the sum over its packs on all ranks.
+    """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
-    tokens, responses: `counts` of the update, the denominators of the loss"""
+    tokens, responses: `counts` of the update"""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -719,9 +703,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats.
-    Tokens that older weights sampled (--carry) are left out. Must be called before the policy's optimizer
-    step."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Must
+    be called before the policy's optimizer step."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -734,8 +717,8 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
-    """Clip the gradient and take one optimizer step. If the gradient norm is not finite, all ranks skip the
-    step and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
+    """Clip the gradient and take one optimizer step. All ranks skip an update whose gradient is not finite,
+    and save its packs in nonfinite/. Raises UserError after three in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1
@@ -764,7 +747,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     """Save a checkpoint if one is due, and write the step's metrics and alarms. Returns True if a stop was
     requested.
 
-    metrics: of this step's evaluation. start: time.perf_counter() at the start of the step."""
+    metrics: of this step's evaluation. start: time.perf_counter() at the step's start."""
     cfg, log = run.cfg, run.log
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):
@@ -780,8 +763,8 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
 
 
 def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
-    """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the start of
-    the step. NAME² is the mean of the squares, for the variance."""
+    """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the step's
+    start."""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
@@ -810,7 +793,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
 if __name__ == "__main__":
     try:
         with user_errors("train.py"):
-            # A stopped run ends with status 130; under torchrun with 0, so that torchrun does not restart it.
+            # Under torchrun, a stopped run ends with status 0, so that torchrun does not restart it.
             if not main(CONFIG) and "TORCHELASTIC_RUN_ID" not in os.environ:
                 raise KeyboardInterrupt
     except Exception:
@@ -820,7 +803,7 @@ if __name__ == "__main__":
         why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
         if lost:
-            time.sleep(2)  # torchrun must see first the peer that failed and closed its connection
+            time.sleep(2)  # torchrun must first see the peer that failed
         else:
             tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads that may wait for another rank

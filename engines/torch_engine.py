@@ -1,9 +1,7 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests.
 
-At most `max_num_seqs` responses are decoded at once, in a batch called a wave.
-
-Responses to the same prompt share a row of the KV cache as long as their tokens are equal. Then the row is
-copied. Here responses 1 and 2 have the prompt `p q`, and response 3 has the prompt `r`:
+At most `max_num_seqs` responses are decoded at once, in a batch called a wave. Responses to the same prompt
+share a row of the KV cache as long as their tokens are equal:
 
     step   sampled tokens       rows of the cache (| separates rows)   row of each response (`where`)
     0      -                    p q | r                                1: 0   2: 0   3: 1
@@ -11,11 +9,7 @@ copied. Here responses 1 and 2 have the prompt `p q`, and response 3 has the pro
     2      1: b   2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
     3      1: EOS 2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
-Prompts are padded on the left, so each decoding step writes one column:
-
-    column      0 1 2 3 4 5
-    row 0       p q r s a b      prompt p q r s, response a b
-    row 1       . . t u x y      prompt t u, response x y"""
+Prompts are padded on the left, so each decoding step writes one column."""
 
 from __future__ import annotations
 
@@ -31,13 +25,8 @@ from model import Policy, Segments, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response. Shape for each layer:
-
-    (2, capacity, Hkv, columns, d)
-        2         keys and values
-        capacity  largest number of rows
-        Hkv       number of key heads
-        d         size of a head"""
+    """The KV cache. A row has the tokens of a prompt and of its response. Shape for each layer, for keys and
+    values: (2, capacity, Hkv, columns, d)."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
         """lengths (R,): number of tokens of each distinct prompt
@@ -47,19 +36,19 @@ class Cache:
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # zeros, because masked attention computes 0 × NaN = NaN for NaN in unused memory
+        # zeros, because masked attention computes 0 × NaN = NaN
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         padding = lengths.new_zeros(capacity)
         padding[:self.rows] = self.width - lengths
         column = torch.arange(self.width + steps, device=like.device)
         # (capacity, 1, 1, columns) bool, false at padding
         self.allowed = (column >= padding[:, None])[:, None, None]
-        # In a prefill of T prompt tokens, two tensors (T,): the row and column of each. Otherwise None.
+        # In a prefill of T prompt tokens, their rows (T,) and columns (T,). Otherwise None.
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store new keys and values: (1, Hkv, T, d) in a prefill of T prompt tokens, (R, Hkv, 1, d) in a
-        decoding step of R rows."""
+        """Store new keys and values: (1, Hkv, T, d) in a prefill of T tokens, (R, Hkv, 1, d) in a decoding
+        step of R rows."""
         for cached, new in zip(self.layers[layer], (key, value), strict=True):
             if self.prefill is None:
                 cached[:self.rows].select(2, self.column).copy_(new[:, :, 0])
@@ -68,17 +57,16 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the keys, the values and a mask that is false at padding, for the columns up to the current
-        one, or for the last `window` of them."""
+        """Returns keys, values and a mask that is false at padding, for the last `window` columns. None:
+        all."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Replace the rows of the cache by copies of the rows `parents` (n,), which must be sorted. Other
-        rows are lost. Returns (n,): the new row of each entry. Most rows stay where they are, because copying
-        takes time."""
+        """Replace the rows of the cache by copies of the rows `parents` (n,), which must be sorted.
+        Returns (n,): the new row of each. Most rows stay where they are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -97,7 +85,6 @@ LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute its
 
 class FusedDecoder:
     """Computes a decoding step with fewer operations than the model's own modules, which is faster on a CPU.
-    One matrix product gives query, key and value, another one the MLP's gate and up projections.
 
     Model types outside LLAMA_LIKE run their own modules."""
 
@@ -106,8 +93,7 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
-        """Concatenate the current weights, and compute the tables of the rotary embedding for positions 0 to
-        `positions` - 1."""
+        """Fuse the current weights, and compute the rotary embedding of `positions` positions."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -118,7 +104,7 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D) for one new token in each of the R rows of the cache. tokens,
+        """Returns the last hidden states (R, D) for one new token in each row of the cache. tokens,
         positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
@@ -134,14 +120,14 @@ class FusedDecoder:
     def _attention(self, attention, heads, cos, sin, cache, i):
         """Returns the output (R, D) of the attention of layer i.
 
-        heads (R, (H + 2 Hkv) d): for each row, its query heads, key heads and value heads, concatenated"""
+        heads (R, (H + 2 Hkv) d): query heads, key heads and value heads, concatenated"""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads
         heads = heads.view(rows, -1, d)
         qk, value = heads[:, :-kv], heads[:, -kv:]
         qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
         cache.write(i, qk[:, -kv:, None], value[:, :, None])
         key, value, allowed = cache.read(i)
-        # With one query a row, two matrix products are faster on a CPU than scaled_dot_product_attention.
+        # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
         query = (qk[:, :-kv] * attention.scaling).view(rows, kv, -1, d)
         scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, positions in the cache)
         scores.masked_fill_(~allowed, -torch.inf)
@@ -150,8 +136,7 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight and the bias (or None) of one linear layer that replaces the layers `names` of
-    `module`."""
+    """Returns the weight and the bias (or None) of one layer that replaces the layers `names` of `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -183,9 +168,7 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
     def _wave(self, wave, requests, limits, temperature, key, top_p):
-        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each response when it
-        ends.
-        where[j]: the row of the cache that response j uses."""
+        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each when it ends."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -211,7 +194,6 @@ class TorchEngine(Engine):
                 wave = [wave[j] for j in running.tolist()]
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
-            # Rows change only if a response has ended, or if responses still share a row.
             if done or cache.rows < len(where):
                 # Each distinct pair (row, token) gets one row.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
@@ -221,8 +203,8 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on B `prompts` (tuples of tokens). Returns the cache with R rows, the row of each
-        prompt (B,), and for each row the last hidden state of its last token (R, D)."""
+        """Runs the model on B `prompts` (tuples of tokens). Returns the cache with R rows, each prompt's row
+        (B,), and each row's last hidden state (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -243,11 +225,10 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true for a response whose token of step t is EOS or completes a stop string.
-        Only tokens in `may_stop` are decoded, because decoding is slow.
+        """Returns (B,) bool: true for a response that ends at step t, by EOS or a stop string. Only tokens in
+        `may_stop` are decoded, because decoding is slow.
 
-        token (B,): the tokens of step t
-        ids (B, steps): the tokens of steps 0 to t"""
+        token (B,): the tokens of step t. ids (B, steps): the tokens of steps 0 to t"""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -271,11 +252,10 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 def sample_token(logits: Tensor, u: Tensor, temperature: float,
                  top_p: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns one token for each of B responses: tokens (B,), drawn from the nucleus of logits (B, V) /
-    temperature, and log-probs (B,) in nats. Temperature 0 takes the highest logit.
+    """Returns tokens (B,), drawn from the nucleus of logits (B, V) / temperature, and their log-probs (B,) in
+    nats. Temperature 0 takes the highest logit.
 
-    u (B,): uniform random numbers in [0, 1). The first token whose cumulative probability is above u is
-        taken."""
+    u (B,): uniform random numbers in [0, 1)."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
@@ -288,15 +268,13 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns `count` uniform random numbers in [0, 1). They depend only on the key: with a larger count, the
-    first numbers are the same."""
+    """Returns `count` uniform random numbers in [0, 1). A larger count continues the same numbers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
 def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    # A token that ends a character of an earlier token is decoded as the replacement character. A stop string
-    # may end there.
+    # The end of a character that began in an earlier token is decoded as the replacement character.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -1,10 +1,9 @@
 """An engine that runs vLLM inside each training rank.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
-and no KV cache. Each step first loads the weights, then frees the gathered copies, then allocates the KV
-cache.
+and no KV cache. Loading allocates the KV cache last, to keep the peak memory low.
 
-Only tested versions of vLLM are accepted. vLLM 0.26 loses a part of its state at sleep level 2."""
+Only tested versions of vLLM are accepted: vLLM 0.26 loses a part of its state in sleep."""
 
 import os
 import warnings
@@ -19,8 +18,8 @@ VERSIONS = ("0.32", "0.33")
 
 
 class VLLMEngine(Engine):
-    """Runs vLLM's class LLM in the process of a training rank, with the executor `external_launcher`. With
-    --tp N, each group of N neighbouring ranks is one engine."""
+    """vLLM's class LLM in the process of a training rank. With --tp N, each group of N neighbouring ranks is
+    one engine."""
 
     needs_selfcheck = True
 
@@ -45,8 +44,7 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # For some models, vLLM copies embedding and head only after the last tensor. By then FSDP has freed
-        # both, so vLLM gets clones.
+        # For some models, vLLM copies embedding and head only after FSDP has freed them, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -68,8 +66,8 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
-        """With --tp, vLLM needs the same requests in the same order on all ranks of an engine. So each rank
-        queues all requests, but yields only the responses to its own."""
+        """vLLM needs the same requests in the same order on all ranks of an engine. So each rank queues all
+        requests, but yields only the responses to its own."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
@@ -86,8 +84,8 @@ class VLLMEngine(Engine):
                 yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
 
     def _enqueue(self, queued, temperature, key, top_p):
-        """Queue requests in vLLM, longest prompts first. queued: k -> (prompt tokens, largest number of
-        response tokens), for k = (prompt_id, sample_id). Returns vLLM's request id -> k."""
+        """Queue requests, longest prompts first. queued: k -> (prompt tokens, largest number of response
+        tokens), for k = (prompt_id, sample_id). Returns vLLM's request id -> k."""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
@@ -102,7 +100,7 @@ class VLLMEngine(Engine):
         return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
 
     def _finished(self, version):
-        """Yields vLLM's output of each response when the response ends. Raises RuntimeError if vLLM fails."""
+        """Yields vLLM's output of each response that ends. Raises RuntimeError if vLLM fails."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
             with self.engine_errors(f"to sample with the weights of step {version}"):
@@ -111,13 +109,12 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """Imports vLLM and returns its class LLM. Raises UserError if vLLM is missing, or its version not in
-    VERSIONS."""
+    """Returns vLLM's class LLM. Raises UserError if vLLM is missing, or its version not in VERSIONS."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
-        torch._dynamo.config.disable = True  # without this, vLLM's first call on a CPU compiles for 13 s
+        torch._dynamo.config.disable = True  # otherwise vLLM's first call on a CPU compiles for 13 s
     try:
         from vllm import LLM, __version__
     except ImportError as e:
@@ -131,8 +128,8 @@ def _import_vllm():
 
 
 def _repack_tied_head(model):
-    """On a CPU, vLLM samples with a packed copy of the head's weights, which it does not update if the head
-    is tied to the embedding. This function updates it."""
+    """Update vLLM's packed copy of the head's weights on a CPU. vLLM itself does not update it if head and
+    embedding are tied."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":

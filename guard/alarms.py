@@ -1,5 +1,4 @@
-"""Alarms: signs of trouble in a run's metrics. An alarm says what was found, the likely cause, and what to
-change.
+"""Alarms: signs of trouble in a run's metrics, with the likely cause and what to change.
 
     for text in new_alarms(log.history, cfg): print(text)"""
 
@@ -10,14 +9,14 @@ from statistics import fmean
 from configs import Config
 from log import NAN
 
-MEAN_STEPS = 5  # alarms use means over 5 steps, so one unusual step raises no alarm
-QUIET_STEPS = 10  # an active alarm is printed again only after it was inactive for 10 steps
-WARM_STEPS = 30  # no alarm "critic" in the first steps, because a new critic explains no variance
+MEAN_STEPS = 5  # alarms use means over 5 steps
+QUIET_STEPS = 10  # an alarm is repeated only after 10 steps without it
+WARM_STEPS = 30  # no alarm "critic" in the first steps: a new critic explains no variance
 SOLVED = 0.9  # from this mean reward on, low entropy, short responses and equal scores raise no alarm
-History = Sequence[Mapping[str, float]]  # metrics of all training steps so far, at least one
+History = Sequence[Mapping[str, float]]  # metrics of all training steps so far
 
 # Name of an alarm -> (function that returns whether the alarm is active, text). `now` has the mean of each
-# metric over the last MEAN_STEPS steps; a metric that the run does not log is NaN.
+# metric over the last MEAN_STEPS steps. Missing metrics are NaN.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
@@ -84,8 +83,7 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Returns the texts of the alarms to print after the last step of `history`: active now, and inactive in
-    the QUIET_STEPS steps before."""
+    """Returns the texts of active alarms that were inactive in the QUIET_STEPS steps before."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

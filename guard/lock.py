@@ -1,4 +1,4 @@
-"""The lock of a run's folder: no other run on any host can write to a folder in use."""
+"""The lock of a run's folder: no other run on any host can write to it."""
 
 import atexit
 import contextlib
@@ -12,13 +12,12 @@ from typing import Any
 
 from configs import require
 
-HEARTBEAT = 20.0  # seconds between the owner's renewals of the lock file's modification time
-DEAD = 120.0  # after this number of seconds without a renewal, another run may take over
+HEARTBEAT = 20.0  # seconds between heartbeats: the owner renews the lock file's modification time
+DEAD = 120.0  # seconds without a heartbeat, after which another run may take over
 
 
 class FolderLock:
-    """A lock file in a run's folder, which names its owner: host and process of a run. A thread of the owner
-    renews the file's modification time.
+    """A lock file in a run's folder, which names its owner: host and process of a run.
 
     Another run takes over if the owner is dead, or on another host without a heartbeat. Not flock: on NFS,
     the flock of a crashed host may never be released."""
@@ -30,7 +29,7 @@ class FolderLock:
 
     def claim(self) -> None:
         """Make the folder and take its lock. Waits up to DEAD seconds for an owner on another host. Raises
-        UserError if another run uses the folder, and OSError if the disk fails."""
+        UserError if another run uses the folder, and OSError."""
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -53,7 +52,7 @@ class FolderLock:
     def release(self) -> None:
         """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
-        # After a disk error the lock file stays, but another run can take it over: the heartbeat has stopped.
+        # After a disk error the lock file stays, without a heartbeat.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -71,8 +70,7 @@ class FolderLock:
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        # The clocks of two hosts may differ. utime sets the folder's time to the file server's clock, which
-        # also dates the heartbeats.
+        # The clocks of two hosts may differ. utime sets the folder's time by the file server's clock.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
@@ -90,8 +88,7 @@ class FolderLock:
             return 0.0
 
     def _beat(self):
-        """Renew the lock file until `release`. If another run has taken over the lock, end this process, so
-        that it no longer writes to the folder."""
+        """Renew the lock file until `release`. If another run has taken over the lock, end this process."""
         while not self.ended.wait(HEARTBEAT):
             owner = self.owner()
             if owner == self.mine:
@@ -104,16 +101,15 @@ class FolderLock:
 
 
 def _system():
-    """Returns a text that identifies the booted kernel and the process namespace, in which a pid is
-    unique."""
+    """Returns a text that identifies the kernel and process namespace, in which a pid is unique."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid` as text; "" without such a process. A later process with the
-    same pid has another start time."""
+    """Returns the start time of process `pid`, or "". A later process with the same pid has another start
+    time."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

@@ -1,5 +1,4 @@
-"""The self-check: compares the log-probs of engine and trainer before the first step. If they differ, the
-engine does not sample from the policy that is trained."""
+"""The self-check: compares the log-probs of engine and trainer before the first step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,8 +18,8 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 # Largest allowed mean of |engine's log-prob - trainer's log-prob|, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# Four entries of a stage: start of the error message; factor of the weights in the engine; 1: the prompts,
-# -1: reversed prompts, which the prefix cache does not have yet; likely causes.
+# Columns: start of the error message; factor of the engine's weights; -1: reversed prompts, which the prefix
+# cache does not have; likely causes.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -32,8 +31,8 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the policy's weights. Returns a line that says how closely engine and trainer
-    agree. Raises UserError if they disagree."""
+    """Run `selfcheck` with the policy's weights. Returns a line about the agreement of engine and trainer.
+    Raises UserError if they disagree."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
@@ -51,8 +50,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One prompt is long, because vLLM's prefix
-    cache stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One is long, because vLLM's prefix cache
+    stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -62,17 +61,16 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns a description of the first disagreement between engine and trainer, or "". Also returns the
-    largest
-    gap: the mean of |engine's log-prob - trainer's log-prob| over tokens, in nats.
+    """Returns the first disagreement between engine and trainer, or "". Also returns the largest mean of
+    |engine's log-prob - trainer's log-prob|, in nats a token.
 
-    In each stage of STAGES the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily
-    and by sampling, and sleeps. With halved weights, the log-probs must differ from the trainer's.
+    In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
+    sampling, and sleeps. With halved weights, it must disagree with the trainer.
 
-    `weights()`: for `Engine.awake`. `trainer_logp(samples, temperature)`: (response tokens,).
+    weights: returns the weights for `Engine.awake`
+    trainer_logp(samples, temperature): log-probs (response tokens,)
 
-    A disagreement does not end the self-check, because an engine's ranks must go through all stages
-    together."""
+    The ranks of one engine must go through all stages together."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
     sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
     for when, scale, direction, causes in STAGES:

@@ -1,10 +1,10 @@
 """The checks at the start of a run, in order. A failed check raises UserError, the same on every rank.
 
-    preflight       Do all ranks run the same program? Is the folder shared, and used by no other run?
-    check_same      Do all ranks read the same data and weights?
-    check_fit       Does the run fit on the devices and on the disk?
+    preflight       one program on all ranks, one folder that no other run uses
+    check_same      the same data and weights on all ranks
+    check_fit       memory and disk
     check_gold      Can the gold answers be graded?
-    selfcheck.py    Does the engine sample from the policy that is trained?
+    selfcheck.py    Does the engine sample from the policy?
     first_look      Do some of the first responses score above 0?"""
 
 import fnmatch
@@ -39,7 +39,7 @@ from tools import plan
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
-    """Raises UserError if --layout, --tp or --shard_ranks does not allow this number of ranks."""
+    """Raises UserError if --layout, --tp or --shard_ranks does not fit this number of ranks."""
     each = max(n for n in range(1, NODE + 1) if cfg.ranks % n == 0)
     require(cfg.ranks in (0, ranks),
             f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
@@ -53,10 +53,10 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """Returns the run's folder as an absolute path, and the folder's lock, which rank 0 (`main`) holds.
+    """Returns the run's folder as an absolute path, and its lock, which rank 0 (`main`) holds.
 
-    Raises UserError if two ranks run different programs, if the folder is in use or not writable, or if torz
-    does not support the model."""
+    Raises UserError if ranks run different programs, if the folder is in use or not writable, or for an
+    unsupported model."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -65,7 +65,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Only for its UserError: refuse an unknown model family before its tokenizer is read.
+        # Only for its UserError, before the tokenizer is read
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -76,8 +76,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
     """Make the run's folder and take its lock.
 
-    Raises UserError if the folder is in use, is not writable, is not empty with --resume never, or contains
-    files of the user that this run would overwrite."""
+    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has files of the
+    user that this run would overwrite."""
     folder = lock.file.parent
     try:
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -96,7 +96,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                         "folder") from None
 
 
-# What a run or tools.report writes. It is overwritten only in the folder of an earlier run (`is_run`).
+# A run or tools.report overwrites these only in the folder of an earlier run (`is_run`).
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
            "export samples eval tb nonfinite plot.png report.html").split()
 
@@ -111,7 +111,7 @@ def is_run(folder: Path) -> bool:
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
     """Raises UserError if this rank can't write to the folder, or if rank 0's folder is another one. owner:
-    the content of the lock file that rank 0 has written."""
+    the lock of rank 0."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
@@ -127,7 +127,7 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
     verb: "reads" gives "not every rank reads what rank 0 reads"
     facts: name -> text, for example the hash of a file
-    needed: end of the message: what the user should do"""
+    needed: what the user should do"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
     other = sorted({f"{host} ({'; '.join(differences(expected, found))})"
@@ -137,11 +137,8 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
 def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokenizer: Any,
                grader: Grader) -> tuple[ckpt.Facts, ckpt.Facts]:
-    """Returns two dicts of facts, name -> value, about what the run reads. When a run resumes, the first dict
-    must be the same. Changes of the second are printed.
-
-    The files of policy and critic may change, because a resumed run takes their weights from the
-    checkpoint."""
+    """Returns two dicts of facts about what the run reads. When a run resumes, the first must be the same.
+    Changes of the second are printed."""
     files, config = grader.files, vars(cfg)
     read = {"--data or --template": fingerprint(problems), "--env": files.get(grader.env),
             "--reward": [vars(term) | {"custom": files.get(grader.customs.get(term.custom))}
@@ -159,8 +156,8 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Returns the config with the date that the prompts contain: --date, or `earlier` (the checkpoint's
-    date), or today on rank 0; "" without a date. A collective. Raises UserError if --date has no effect."""
+    """Returns the config with the date of the prompts: --date, or `earlier` (the checkpoint's), or today on
+    rank 0; "" without a date. A collective. Raises UserError if --date has no effect."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -171,9 +168,8 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number in the place of --shard_ranks auto. `saved`: the checkpoint's
-    state.json. If as many ranks saved the checkpoint, its number is kept, because another would round
-    gradients differently."""
+    """Returns the config with a number in the place of --shard_ranks auto. If the checkpoint `saved` has as
+    many ranks, its number is kept, because another number would round gradients differently."""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -181,15 +177,14 @@ def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Con
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Returns the name and a hash of a complete checkpoint; "none" if `path` is None. Different checkpoints
-    at the same path have different hashes."""
+    """Returns the name and a hash of a complete checkpoint; "none" for None."""
     if path is None:
         return "none"
     return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
 
 
 def check_space(folder: Path, needed: float) -> None:
-    """Raises UserError unless the disk of `folder` has `needed` bytes for checkpoints and exports."""
+    """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
     # The run will delete its old checkpoints.
     free = shutil.disk_usage(folder).free + used
@@ -198,15 +193,14 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns the shapes of policy, critic and reference. Raises UserError if a model can't be read or its
-    family is unknown."""
+    """Returns the shapes of policy, critic and reference. Raises UserError if a model can't be read."""
     return [plan.shape_of(load_config(path).to_dict(), path)
             for path in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model)]
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
     """Raises UserError if --critic_model or --ref_model has another id for a token of --model, or lacks the
-    token. Without a tokenizer in their folder, only the size of the vocabulary is checked."""
+    token."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
@@ -230,8 +224,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the smallest device and host, and the most ranks of a machine. A
-    collective. problems: prompts of an epoch; 0 if unknown."""
+    """Returns the run as a plan.Case, with the smallest device and host. A collective. problems: prompts of
+    an epoch; 0 if unknown."""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -242,7 +236,7 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
     """Returns the run's plan (tools/plan.py), and prints its first section. problems: prompts of an epoch.
-    Raises UserError, with a remedy, if the run does not fit on the devices or on the disk of --out."""
+    Raises UserError, with a remedy, if the run does not fit."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -256,13 +250,13 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # with more gold answers, a random sample of this size is checked
+GOLD_SAMPLE = 2_000  # a random sample of this size is checked
 GOLD_LIMIT = 0.01  # a run starts if at most this share can't be graded
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers of the data set `name` can't be graded, and the first five.
+    """Print how many gold answers of the data set `name` can't be graded.
 
     Raises UserError for more than GOLD_LIMIT of them, unless `refuse` is False or --go is given. Problems
     that only a custom reward grades are not checked."""
@@ -292,7 +286,7 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # A wrong answer, because math-verify would not parse a gold answer equal to the submitted text.
+            # math-verify would not parse a gold answer that is equal to the submitted text.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -327,13 +321,12 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each, and how many responses were correct, wrong,
-    truncated and so on.
+    """Print three prompts of the first step with a response each, and how many were correct, wrong and so on.
 
     Raises UserError if all responses score 0 or more than half were cut by length, unless --go is given.
 
-    batch, samples: the prompts of the step, and this rank's graded responses
-    errors: messages of errors in this rank's grader"""
+    batch, samples: the prompts of the step, and this rank's responses. errors: messages of this rank's
+        grader"""
     if dist.stop_requested():
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)

@@ -17,8 +17,8 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that ends this process, with status 1, if a phase takes longer than `limit` seconds on
-    any rank. First the thread prints this process's stacks."""
+    """Start a thread that prints this process's stacks and ends it, with status 1, if a phase takes longer
+    than `limit` seconds on any rank."""
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
@@ -43,14 +43,13 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # If Python killed this daemon thread inside the store's C++ code, the process would abort at exit. So
-    # `end` waits for it.
+    # At exit, `end` waits for this thread: killed inside the store's C++ code, it would abort the process.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
     """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "". If this rank has
-    stalled, tells the others through the store."""
+    stalled, tells the others."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -59,8 +58,8 @@ def stalled_rank(store: td.Store, limit: float) -> str:
 
 
 def print_stacks(head: str) -> None:
-    """Print `head` and the stack of each thread of this process, innermost call first. Each line is one
-    write, so that lines of several ranks do not mix."""
+    """Print `head` and the stacks of this process. Each line is one write, so that lines of several ranks do
+    not mix."""
     with tempfile.TemporaryFile("w+") as file:
         # works even if a disk hangs, because faulthandler reads no source files
         faulthandler.dump_traceback(file)
@@ -73,11 +72,10 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
-    process ends with status 1 if the block lasts `grace` seconds more, or at a ctrl-C more than 2 s after the
-    first signal."""
+    process ends with status 1 if that takes over `grace` seconds, or at a second ctrl-C."""
     ended = threading.Event()
 
-    # No lock here: a second signal may interrupt this handler, and would wait for the first for ever.
+    # The handler takes no lock: a second signal may interrupt it, and would wait for ever.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
