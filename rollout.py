@@ -200,11 +200,10 @@ class Trajectories:
 
     def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
                      progress: Callable) -> bool:
-        """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. Calls
-        progress() each time a turn ends.
+        """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
 
-        Returns False if a signal has aborted the round. With --tp, no round is aborted: the
-        engine's other ranks would wait for ever."""
+        Returns False if a signal has aborted the round. With --tp, no round is aborted: the engine's other
+        ranks would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}

@@ -8,7 +8,8 @@ The function `train` is the algorithm. Three differences from Open-Reasoner-Zero
 
 1. A loss is averaged over the whole update of all ranks, not over a pack.
 2. No sample is dropped or repeated to fill a batch.
-3. With one policy update per step, no forward pass computes old log-probs."""
+3. With one policy update per step, no forward pass computes old log-probs, except for a KL term in the
+   reward."""
 
 import gc
 import os
@@ -176,7 +177,7 @@ def main(cfg: Config) -> bool:
         return done
     finally:
         run.lock.release()
-        gc.unfreeze()  # undo the gc.freeze of `load`, for notebooks
+        gc.unfreeze()  # undo the gc.freeze of `load`: a notebook must free the run
 
 
 def train(run: Run) -> bool:
@@ -218,7 +219,7 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # Otherwise the old log-probs are those that policy_pack_loss computes.
+    # With a single update, the old log-probs are equal to those that policy_pack_loss computes.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         # optimizer=None: `resident` then leaves the optimizer's state on the CPU (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
@@ -284,8 +285,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    # Made before the data are loaded: load_data keeps the rows' fields only for a reward function that reads
-    # them.
+    # Made before the data are loaded: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
@@ -299,7 +299,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # Without problems that the unfinished step `start` has added: the resumed run does that step again.
+    # The unfinished step `start` may have added problems. They are left out: the resumed run does it again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -378,8 +378,8 @@ def refresh_ref(run: Run, step: int) -> None:
 
 def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Sample and grade the responses of a step. Returns
-    1. the problems of the step, the same list on all ranks;
-    2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into 1;
+    1. the batch: the problems of the step, the same list on all ranks;
+    2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
     3. with --carry, this rank's trajectories for the next step."""
     cfg = run.cfg
     if cfg.carry:
@@ -421,9 +421,9 @@ def draw_and_carry(run: Run, step: int,
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
     """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
-    samples, and with --carry the trajectories for the next step.
+    samples, and with --carry the trajectories for the next step. Adds solved problems to run.solved.
 
-    key: (step,), or (step, round) with --resample_rounds. Seeds the randomness."""
+    key: (step,), or (step, round) with --resample_rounds."""
     cfg = run.cfg
     # With --carry, `problems` has more prompts than this step finishes.
     prompts = min(len(problems), cfg.prompts_per_step)
@@ -549,7 +549,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
-    rank's samples, and prompt_id (S,) and length (S,) of all samples. n: samples of a prompt."""
+    rank's samples, and prompt_id (S,) and length in tokens (S,) of all samples. n: samples of a prompt."""
     # where this rank's samples are in `tokens`
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
@@ -656,7 +656,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. An update's loss is the sum over its packs on all ranks.
 
-    tokens: tokens in the loss of the whole update. responses: not used"""
+    tokens: number of tokens in the loss of the whole update. responses: not used"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -718,7 +718,7 @@ def check_gap(meter: Meter, cfg: Config) -> None:
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
            log: Logger) -> None:
     """Clip the gradient and take one optimizer step. All ranks skip an update whose gradient is not finite,
-    and save its packs in nonfinite/. Raises UserError after three in a row."""
+    and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     role.skipped = 0 if finite else role.skipped + 1

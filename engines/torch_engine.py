@@ -225,10 +225,10 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true for a response that ends at step t, by EOS or a stop string. Only tokens in
-        `may_stop` are decoded, because decoding is slow.
+        """Returns (B,) bool: true for a response that ends at step t, by EOS or a stop string. Decoding is
+        slow, so only tokens in `may_stop` are decoded.
 
-        token (B,): the tokens of step t. ids (B, steps): the tokens of steps 0 to t"""
+        token (B,): the tokens of step t. ids (B, steps): those of steps 0 to t"""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():

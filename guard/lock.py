@@ -17,7 +17,7 @@ DEAD = 120.0  # seconds without a heartbeat, after which another run may take ov
 
 
 class FolderLock:
-    """A lock file in a run's folder, which names its owner: host and process of a run.
+    """A lock file in a run's folder. It names its owner: host and process.
 
     Another run takes over if the owner is dead, or on another host without a heartbeat. Not flock: on NFS,
     the flock of a crashed host may never be released."""

@@ -126,7 +126,7 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
 
     verb: "reads" gives "not every rank reads what rank 0 reads"
-    facts: name -> text, for example the hash of a file
+    facts: name -> text, such as a file's hash
     needed: what the user should do"""
     every = dist.gather((os.uname().nodename, dict(facts)))
     main_host, expected = every[0]
@@ -325,8 +325,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
 
     Raises UserError if all responses score 0 or more than half were cut by length, unless --go is given.
 
-    batch, samples: the prompts of the step, and this rank's responses. errors: messages of this rank's
-        grader"""
+    batch: prompts of the step. samples: this rank's responses. errors: of this rank's grader"""
     if dist.stop_requested():
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
