@@ -59,11 +59,11 @@ HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 class Row:
     """One problem of a data file, with its gold answer."""
 
-    turns: tuple[tuple[str, str], ...]  # (role, content) of each turn; the last turn is the user's problem
+    turns: tuple[tuple[str, str], ...]  # (role, content); the last turn is the problem
     answer: str  # the gold answer
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
-    form: str = field(default="the whole text", compare=False)  # where the gold answer was found, see _form
+    form: str = field(default="the whole text", compare=False)  # see _form
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
@@ -145,8 +145,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """Returns the row as a dict; {} if the row is neither dict nor list. In Open-Reasoner-Zero a row is a
-    list of turns, one of which has the gold answer."""
+    """Returns the row as a dict. In Open-Reasoner-Zero a row is a list of turns, one with the gold answer."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
@@ -156,12 +155,10 @@ def _fields(row):
 
 
 def _first(fields, *names):
-    """Returns the value of the first field in `names` that is not None; else None."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _check_text(text, name, value, row, where):
-    """Raises UserError if `text` is None or has no visible character. value: what `text` was read from"""
     require(text is not None or not value, f"{where} has no {name} as text (found: {value!a:.80})",
             EXAMPLE)
     if text is None or not text.strip(INVISIBLE):
@@ -194,7 +191,7 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the name of the row's data set, or "". In Open-Instruct RLVR the name is a list of one text."""
+    """Returns the name of the row's data set, or "". In Open-Instruct RLVR it is a list of one text."""
     value = _first(fields, "dataset", "data_source")
     if isinstance(value, list) and len(value) < 2:
         value = value[0] if value else None
@@ -231,8 +228,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if the row has none. If the text has a box or `####`, returns the
-    content of the last box or the text after `####`."""
+    """Returns the gold answer as text; None if the row has none. Returns only what is in the last box or
+    after `####`."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -272,7 +269,7 @@ def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
 
 
 def _out_of_list(text):
-    """Returns 5 for the text ["5"], a JSON list with one text. Returns any other text unchanged."""
+    """Returns 5 for the text ["5"], and any other text unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith('["') else None
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
@@ -284,7 +281,7 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text; {} if the row has no choices."""
+    """Returns the row's choices: letter -> text."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))
@@ -298,8 +295,7 @@ def _choices(fields, where):
 
 
 def _with_choices(text, choices, where):
-    """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices. Raises
-    UserError if `text` lists other choices."""
+    """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices."""
     words = " ".join(text.split())
     if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
            for letter, choice in choices.items()):
@@ -385,7 +381,7 @@ def _list_rows(file):
 
 @contextlib.contextmanager
 def _errors_named(where):
-    """Context manager that turns errors into a UserError. where: file and row, for the message"""
+    """Context manager that turns errors into a UserError."""
     try:
         yield
     except Exception as e:  # json and pyarrow raise many types of errors

@@ -193,8 +193,7 @@ class Case:
     @cached_property
     def shards(self) -> int:
         """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
-        ranks of a node, if they have the memory, so that only gradients travel between nodes; else all
-        ranks."""
+        ranks of a node, if they have the memory; else all ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -285,7 +284,7 @@ def _update_instants(case, name, kept):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     activations, again = _per_token(case, shape, kept.recompute)
     activations = T * (activations + 2 * b * d)
-    # Weights of the layers that stay gathered until the backward pass.
+    # Weights that stay gathered until the backward pass.
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
@@ -335,11 +334,10 @@ def _asleep(case):
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time. A
-    phase is "sync" (the engine gets the policy's weights), "rollout", "ref", or a model that is updated."""
+    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time:
+    "sync" (of the engine's weights), "rollout", "ref", "critic" and "policy"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. It needs a buffer of the same size, and a copy of this
-    # rank's shard.
+    # A sync gathers one layer or the root at a time, and has a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
@@ -371,7 +369,7 @@ def _with_total(case, usage):
 
 
 def fullest(case: Case) -> tuple[str, Usage]:
-    """Returns the phase and the Usage of the instant that needs the most memory."""
+    """Returns the phase and Usage of the instant that needs the most memory."""
     return max(memory(case), key=lambda instant: instant[1]["total"])
 
 
@@ -393,8 +391,7 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory. "machine": all ranks of a machine; on CPUs, with the memory of
-    training"""
+    """Returns item -> bytes of host memory. "machine": all ranks of a machine"""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
