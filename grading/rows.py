@@ -228,8 +228,7 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text; None if the row has none. Returns only what is in the last box or
-    after `####`."""
+    """Returns the gold answer as text, without its worked solution; None if the row has none."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
