@@ -203,9 +203,11 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Start the save of step `step` when the previous save has ended. `wait`: wait for this save too.
-        `carried`: this rank's trajectories that the next step continues. Raises UserError as `finish`
-        does."""
+        """Wait for the previous save, then start the save of step `step`, unless it was saved before. Raises
+        UserError as `finish` does.
+
+        carried: this rank's trajectories that the next step continues
+        wait: wait for the new save too"""
         self.finish()
         if step == self.saved:
             return
@@ -306,8 +308,8 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old checkpoints. The newest `keep`, the best one (--keep_best) and symbolic links stay. The link
-    `ckpt/best` points to the best one. Returns error messages, one line each."""
+    """Delete old checkpoints, but not the newest `keep`, the best one (--keep_best) and symbolic links.
+    Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -397,8 +399,9 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None. Raises
-    UserError if --resume names no checkpoint, or one in `out` that is not the newest."""
+    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
+
+    Raises UserError if --resume names no checkpoint, or one in `out` that is not the newest."""
     # To resume from remote storage, download the checkpoint here.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
@@ -442,7 +445,7 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns name -> value of what a run reads from a model folder: the settings of config.json and, for the
+    """Returns name -> value of what a run reads from a model folder: config.json's settings and, for the
     policy, the tokenizer's hash and the end tokens."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
@@ -457,7 +460,7 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 
     saved: content of state.json
     read: name -> value, such as a hash of the data
-    needed: end of the message
+    needed: end of the error message
     changes: other changes"""
     changes = [*changes, *differences(saved["read"], read)]
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
@@ -467,7 +470,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
     saved: content of state.json
-    facts: "config": settings; "read": what must not change; "noted": what may change
+    facts: "config", "read" (must not change) and "noted" (may change) of this run
 
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
@@ -486,8 +489,9 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fill models, but not optimizers, from another run's checkpoint. The reference gets the policy's
-    weights. Returns a line for the log. Raises UserError if a file is damaged, or if the tokenizer or a
-    model's config.json differs."""
+    weights. Returns a line for the log.
+
+    Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved, filled = read_state(path), []
     read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
     check_read(path, saved, read, f"the models that it started from: --model {saved['config']['model']} …")
@@ -533,8 +537,7 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Facts | None = None) -> None:
-    """Write the Hugging Face folder `out`: bf16 safetensors, config and tokenizer. All ranks must call this
-    function.
+    """Write the Hugging Face folder `out` in bf16. All ranks must call this function.
 
     weights: (name, whole tensor) of every parameter
     source: folder of the base model

@@ -48,8 +48,7 @@ def require(ok: bool, found: str, needed: str) -> None:
 
 
 def printable(text: str) -> str:
-    r"""Returns the text with escapes such as \x1b for control characters (except \n and \t) and for
-    characters that set the direction of text."""
+    r"""Returns the text with escapes such as \x1b instead of characters that control a terminal."""
     obeyed = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
     return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
 
@@ -366,9 +365,10 @@ class Config:
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """Returns this config with --epochs or --total_episodes converted to `steps`. `prompts`: number of
-        prompts in an epoch. Raises UserError for a wrong length, or if --freeze_policy_steps leaves no step
-        for the policy."""
+        """Returns this config with --epochs or --total_episodes converted to `steps`. Raises UserError for a
+        wrong length, or if --freeze_policy_steps leaves no step for the policy.
+
+        prompts: number of prompts in an epoch"""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
@@ -532,8 +532,8 @@ def changed(old: dict, new: dict) -> list[str]:
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Returns `key: old -> new` for each key that is in both dicts with different values. `old` was read from
-    JSON, where tuples are lists, so `new` is converted too."""
+    """Returns `key: old -> new` for each key that both dicts have, with different values. `old` was read from
+    JSON, where tuples are lists."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -600,8 +600,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that --layout names. Without --layout, the environment variable DEBUG_MODE decides:
-    True is "debug", as in Open-Reasoner-Zero, and False is "any". Without both, returns `default`."""
+    """Returns the layout that --layout names, or else the environment variable DEBUG_MODE: True is "debug",
+    as in Open-Reasoner-Zero, and False is "any"."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -619,8 +619,8 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
     """Returns the config of the command line `PRESET [--flag value …]`.
 
-    Under torchrun, the preset may be left out. It is then orz-7b, whose default layout is "debug" on 8 ranks
-    and "production" on 32.
+    Under torchrun, the preset may be left out: it is orz-7b, with the layout "debug" on 8 ranks and
+    "production" on 32.
 
     argv: words of the command line; default: sys.argv[1:]
     kind: Config or a subclass with more flags
@@ -676,8 +676,8 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Names of the Hub are checked at the
-    download. Runs on several machines are checked when the ranks are connected."""
+    """Raises UserError if --model or a data file does not exist. Names of the Hub are not checked, nor runs
+    on several machines."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
@@ -691,8 +691,8 @@ def set_allocator() -> None:
     """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
     imported.
 
-    Expandable segments reduce fragmentation of GPU memory. Pinned blocks of more than 1 MiB get exactly their
-    size, and are not cached, because torch 2.13 would reuse them wrongly (PyTorch pull request 192722)."""
+    Expandable segments reduce fragmentation of GPU memory. Big pinned blocks are not cached, because torch
+    2.13 would reuse them without checking their size (PyTorch pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")

@@ -1,7 +1,6 @@
 """The data path: from rows of a file to problems, and from samples to packs.
 
-A pack is the tokens of one forward pass: several samples end to end. The prompts of a step depend only on
-(seed, step) and, with --skip_solved, on the problems solved so far.
+A pack is the tokens of one forward pass: several samples end to end.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
@@ -233,8 +232,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function from a conversation to the tokens of a prompt. Only the template "chat" shows more
-    than the last turn, which is the problem.
+    """Returns a function that turns a conversation into the tokens of a prompt. Its last turn is the problem.
+    Only the template "chat" shows the other turns.
 
     Raises UserError for a wrong template. The function raises UserError if the template can't show the
     conversation, or if the prompt ends in EOS."""
@@ -310,10 +309,10 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def fix_date(tokenizer: Any, day: str) -> str:
-    """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so prompts do not change
-    overnight. Returns `day`, or "" if the template prints no date. Raises UserError if `day` is no date.
+    """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so that prompts do not
+    change. Returns `day`, or "" if nothing prints a date. Raises UserError if `day` is no date.
 
-    A macro in front of the template replaces transformers' function strftime_now."""
+    A macro replaces the function strftime_now of transformers."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -369,8 +368,8 @@ NONE: Solved = {}
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step, a function of (seed, step) and `solved`. Each
-    epoch has a new random order. Random problems replace solved ones."""
+    """Returns the problems whose sampling begins in this step: a function of (seed, step) and `solved`.
+    Random problems replace solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
@@ -379,8 +378,8 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers (from 0 in the run) of the prompts whose sampling begins in this step. With
-    --carry, the first step also begins the extra prompts."""
+    """Returns the numbers of the prompts whose sampling begins in this step. With --carry, the first step
+    also begins the extra prompts."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -392,8 +391,10 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns as many random problems as a step has prompts. They replace solved problems (round 0) or
-    prompts with equal rewards (rounds 1, 2, …). A function of (seed, step, round) and `solved`."""
+    """Returns as many random problems as a step has prompts: a function of (seed, step, round) and `solved`.
+
+    Round 0 replaces solved problems. Rounds 1, 2, … replace prompts whose responses all have the same
+    reward."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
     drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
     left = [i for i in drawn if solved.get(i, math.inf) > step]
@@ -412,8 +413,8 @@ _stored: dict[str, Any] = {}  # cache of _groups
 def _groups(problems):
     """Returns (count, indices) for each group of problems, from which an epoch draws `count` prompts.
 
-    A file with a fractional weight is its own group, so its share is exact. The result is cached for the list
-    of problems: never change it in place."""
+    A file with a fractional weight is its own group, so its share is exact. The result is cached, so the list
+    must not be changed in place."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):
@@ -467,8 +468,9 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
     """Returns minibatches[m][rank][pack], a list of sample indices. The minibatches do not depend on the
     number of ranks.
 
-    lengths, work, prompts: tokens, cost (any unit) and prompt_id of each sample, ordered by (prompt_id,
-        sample_id)"""
+    lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
+    work: cost of each sample, in any unit
+    prompts: prompt_id of each sample"""
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -476,13 +478,12 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
-    """Returns the packs of one minibatch, for each rank. `samples`: ascending sample indices.
+    """Returns the packs of one minibatch, for each rank.
 
-    FSDP needs the same number of packs on every rank. All ranks wait for the slowest k-th pack, so these
-    packs get about the same cost.
+    All ranks wait for the slowest k-th pack, so the k-th packs get about the same cost.
 
-    A prompt is computed once for its samples in a pack, so samples of one prompt are packed together, in
-    small units."""
+    A prompt is computed once for its samples in a pack, so samples of one prompt go together, in small
+    units."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -514,9 +515,7 @@ def _neighbours(indices, lengths, prompts, limit):
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
     """Divide items into `bins` lists of nearly equal cost. Returns lists of item indices, or None if an item
-    fits in no list of `cap` tokens.
-
-    LPT: the next most expensive item goes to the cheapest list that has room.
+    fits in no list of `cap` tokens. The method is LPT: from the most expensive item to the cheapest.
 
     lengths: tokens of each item
     cost: cost of each item; default: lengths"""
@@ -533,15 +532,16 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# A rank without samples computes filler packs of this one token, which does not enter the loss: FSDP needs
-# the same number of passes on every rank.
+# FSDP needs the same number of passes on every rank. So a rank without samples computes packs of this token,
+# which does not enter the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end; without samples, with FILLER alone. `fresh_tokens`: loss
-    tokens sampled by the weights of version `step` (None: all)."""
+    """Returns a pack with the samples end to end; without samples, with FILLER.
+
+    step: only tokens that the weights of this version sampled are in `fresh_tokens`; None: all loss tokens"""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])

@@ -1,8 +1,8 @@
 """All use of torch.distributed, except for checkpoint files.
 
-FSDP2 (fully_shard) shards parameters over all ranks or, with --shard_ranks N, over each group of N ranks.
-Gradients are *summed* over ranks, not averaged, because a loss is already divided by a count over all ranks.
-So the number of ranks does not change the result."""
+FSDP2 (fully_shard) shards parameters over all ranks, or over each group of --shard_ranks ranks. Gradients are
+*summed* over ranks, because each loss is already divided by a count over all ranks. So the number of ranks
+does not change the result."""
 
 import contextlib
 import datetime
@@ -118,12 +118,12 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     """Returns a key-value store for torch's process group, or None if torchrun shares no store. Raises
     RuntimeError on timeout.
 
-    After a restart, torchrun's store (torch 2.13) still has the addresses of the dead ranks, so the ranks
-    agree on a new prefix for the keys:
+    After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
+    on a new prefix:
 
         1. Each rank writes a random nonce, and reads all nonces. Their hash is the rank's prefix.
-        2. Each rank writes "read/RANK" under its prefix. If all ranks' keys are there, all have the same
-           prefix. If not, some nonces were old, so the rank reads again.
+        2. Each rank writes "read/RANK" under its prefix. If the keys of all ranks are there, all ranks have
+           the same prefix. If not, the rank reads the nonces again.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -151,8 +151,8 @@ def neighbours(count: int) -> td.ProcessGroup | None:
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`: 1-d over all ranks; or 2-d if `shard_ranks` is less than all. Then
-    parameters are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`, 1-d over all ranks. With fewer `shard_ranks` it is 2-d: parameters
+    are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -161,9 +161,8 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int | None = None,
           reshard: bool | int = True) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group; the root is the
-    group of all other weights. Weights and gradients are fp32; compute and all-gathers are in `dtype`. A
-    single rank with fp32 needs no FSDP.
+    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group, and the root
+    has all other weights. Weights and gradients are fp32; compute and all-gathers are in `dtype`.
 
     recompute: see PackModel.recompute
     reshard: what a rank does with a layer's gathered weights after the forward pass:
@@ -186,8 +185,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
-    """Yields the packs of an update, one for each forward and backward pass. Every rank must have the same
-    number.
+    """Yields the packs of an update. The caller runs a forward and a backward pass for each. Every rank must
+    have the same number of packs.
 
     With several groups (see `mesh`), only the last backward pass sums gradients across the groups."""
     for pack in packs:
@@ -209,11 +208,10 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head is yielded once, as
-    the embedding. If the model is on the host, it is moved to `device` meanwhile.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head comes once, as the
+    embedding. If the model is on the host, it is moved to `device` during the iteration.
 
-    FSDP gathers one decoder layer at a time and frees it before the next, so the caller must not keep
-    tensors."""
+    FSDP frees each decoder layer before it gathers the next, so the caller must not keep tensors."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -275,8 +273,8 @@ HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. Homes (see
-    HOMES) have pinned memory, and are kept between steps, because pinning is slow."""
+    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. Homes (HOMES)
+    are pinned, and kept between steps, because pinning is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -380,8 +378,8 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 
 def together(work: Callable[..., T], *args: Any) -> T:
-    """Call work(*args) on every rank and return this rank's result. If some raise UserError, every rank
-    raises the error of the lowest of them, with its host name unless all errors are the same."""
+    """Call work(*args) on every rank. Returns this rank's result. If some ranks raise UserError, every rank
+    raises the error of the lowest of them."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -439,12 +437,11 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 def measure_network(world: World, local: int) -> list[float]:
     """Returns two numbers in bytes/s: 1. what a rank sends within its node; 2. what a node sends to other
-    nodes; 0: no other rank or node. Takes at most half a second at 100 Gb/s. Every rank must call this
-    function.
+    nodes. A number is 0 without other ranks or nodes. Every rank must call this function.
 
     local: number of ranks of each node
 
-    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an
+    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, twice as much in an
     all-reduce."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
@@ -465,12 +462,10 @@ def measure_network(world: World, local: int) -> list[float]:
 
 def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
     """Measure the network and print its speeds in one line. For a speed below half of the planned one, also
-    print the likely cause.
+    print the likely cause. On one node with unknown speed, nothing is measured.
 
     local: number of ranks of a node
-    planned: speeds in bytes/s, of a rank within its node and of a node to other nodes; 0: unknown
-
-    Nothing is measured on a single node with unknown speed, such as CPUs."""
+    planned: speeds in bytes/s, within a node and between nodes; 0: unknown"""
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)
@@ -505,8 +500,7 @@ def phase(name: str) -> Iterator[None]:
     """Context manager and decorator. Adds the seconds of a phase, with the GPU's work, to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
-    # The thread of guard.watch can't end a process while C code holds the GIL. This timer can, and fires
-    # later.
+    # While C code holds the GIL, the thread of guard.watch can't end a hung process. This timer can.
     if CURRENT.limit:
         faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
     try:

@@ -1,4 +1,4 @@
-"""The base class of the engines: the methods that an engine must have, and the code that all engines share.
+"""The base class of the engines.
 
 An engine samples responses with the policy's weights. It may sample only inside `awake`, which loads them:
 
@@ -9,8 +9,8 @@ An engine samples responses with the policy's weights. It may sample only inside
 To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES. An engine that can free memory also has `unload()`.
 
-Training on samples of old weights gives wrong results without an error. Therefore `generate` raises an error
-if the engine holds weights of another step than the caller expects (`version`).
+Samples of old weights give wrong results without an error. Therefore `generate` raises an error if the engine
+holds weights of another step than `version`.
 
 The random numbers of a response depend only on (key, prompt_id, sample_id)."""
 
@@ -42,12 +42,11 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block,
-    such as "sync" (loading the weights). `residual` is the GiB that the engine holds while it sleeps. Create
-    the ledger before the engine.
+    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block.
+    `residual` is the GiB that the engine holds while it sleeps. Create the ledger before the engine.
 
-    On a GPU, a reading is the memory of all processes. torch's own statistics would count a sleeping engine's
-    tensors, whose memory is free."""
+    A reading on a GPU is the memory of all processes, because torch's statistics would count a sleeping
+    engine's tensors."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -57,8 +56,7 @@ class MemoryLedger:
         self.residual = 0.0
 
     def mark(self, stage: str) -> None:
-        """Record the memory in use at the end of `stage`, when the GPU has finished, and the seconds since
-        the previous reading."""
+        """Record the memory in use at the end of `stage`, and the seconds since the previous reading."""
         statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -145,7 +143,7 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
-        """Context manager: wakes the engine and loads `weights`, of the step `version`; on exit the engine
+        """Context manager: wakes the engine and loads `weights`, of the step `version`. On exit the engine
         sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
         if self.version is not None:
             raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
@@ -213,8 +211,10 @@ class Engine(abc.ABC):
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:
-        """Returns the Sample of a response with the tokens `ids` (L,) and their log-probs `logp` (L,).
-        stopped: by EOS or a stop string, not by the length limit."""
+        """Returns the Sample of a response.
+
+        ids, logp (L,): the sampled tokens and their log-probs
+        stopped: true if EOS or a stop string ended the response"""
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
@@ -235,16 +235,16 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Returns the number of tokens of `after` up to the end of the first stop string that ends there; 0 if
-    there is none.
+    """Returns the number of tokens of `after` up to the end of the first stop string there; 0 if there is
+    none.
 
     before, after: tokens of one response; the stop string may begin in `before`
 
-    Only the first tokens of `after` are searched, because the engine itself stops at later ones."""
+    Only the first tokens of `after` are searched: the engine itself stops at later stop strings."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. The 8 extra tokens are for a character of several
-    # bytes that is cut at the start of `tail`.
+    # A stop string has at most as many tokens as bytes. 8 more tokens complete a character that is cut at the
+    # start of `tail`.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

@@ -10,13 +10,13 @@ Three flags make an algorithm:
 To add an algorithm, add a branch to one of these functions.
 
 Shapes (ppo.py explains packs, segments and updates):
-    P, n     prompts, and samples (responses) of each prompt; a group is one prompt's samples
+    P, n     prompts, and samples of each prompt, which form a group
     T        tokens of a pack
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
-The GRPO paper divides by the standard deviation of a group ("group_mean_std"). Open-Reasoner-Zero's code was
-meant to do so, but computes "group_mean_whiten", because of a mistake in operator precedence."""
+The GRPO paper divides by the group's standard deviation ("group_mean_std"). Open-Reasoner-Zero's code
+computes "group_mean_whiten", because of a mistake in operator precedence."""
 
 import torch
 from torch import Tensor
@@ -89,8 +89,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
                 correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: the loss of a pack, the sum of the tokens' losses times `weights`; and the number
-    of clipped tokens.
+    """Returns the loss of a pack (a scalar: the sum of the tokens' losses times `weights`) and the number of
+    clipped tokens.
 
     weights (T,): from `token_weights`
     correction (T,): factor of each token's loss, from `mismatch_weight`; None: 1
@@ -121,8 +121,8 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 @torch.no_grad()
 def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Tensor, kind: str, low: float,
                     high: float) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (T,), without gradient: importance weights that correct the loss for the difference
-    between trainer and engine (0 outside `mask`); and whether a bound changed them.
+    """Returns two tensors (T,), without gradient: importance weights for the difference between trainer and
+    engine (0 outside `mask`); and whether a bound changed them.
 
     logp (T,): the trainer's log-probs, before the step's first update
     engine_logp (T,): log-probs of the engine that sampled the tokens

@@ -86,8 +86,8 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)
     parts: the NAMEs of the metrics `reward/NAME`
-    turns: true with --env; then `response_len` includes the environment's tokens
-    per_prompt: samples of a whole prompt; only whole prompts count in `pass@n` and `uniform_groups`"""
+    turns: true with --env
+    per_prompt: prompts with fewer samples do not count in `pass@n` and `uniform_groups` (--carry)"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -136,8 +136,8 @@ class Logger(contextlib.AbstractContextManager):
     """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
     except in `dump`.
 
-    `start` is the first step to log. Rows that an interrupted run left for this and later steps are moved to
-    metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder can't be written to."""
+    `start` is the first step to log. Older rows of this and later steps are moved to metrics.old.jsonl and
+    alarms.old.jsonl. Raises UserError if the folder can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -299,11 +299,11 @@ def read_metrics(run: Path) -> list[dict]:
 class Tracker:
     """Sends the rows of metrics.jsonl to a service for experiment tracking, each at most once.
 
-    A file in the run's folder stores the run's id at the service and the next step to send, for a resumed
-    run. If the tracker fails, an alarm is logged and training goes on without it.
+    A file stores the run's id at the service and the next step to send. If the tracker fails, an alarm is
+    logged and training goes on without it.
 
     To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and
-    configs.Tracker. It defines:
+    configs.Tracker. A subclass defines:
         start   start or continue a run with the id self.state["id"]
         send    send one row
         finish  end the run
