@@ -135,7 +135,6 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
-    """Returns the CRC-32 of a file as 8 hexadecimal digits."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -144,7 +143,6 @@ def crc32(file: Path) -> str:
 
 
 def _describe(*files):
-    """Returns file name -> size and checksum, as in COMPLETE."""
     return {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in files}
 
 
@@ -519,7 +517,6 @@ def _fill(path, who, model, optimizer):
 
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
-    """Returns the Hugging Face folder of the base model of `who` (policy, critic or ref)."""
     return config.get(f"{who}_model") or config["model"]
 
 
@@ -582,7 +579,6 @@ def _write_export(out, state, config, tokenizer, source, facts):
 
 
 def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
-    """Returns the config for an export of `model`. `source`: folder of the base model."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):

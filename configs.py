@@ -54,14 +54,13 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, most: int = 66) -> str:
-    """Returns `text` on one line of at most `most` characters, without its middle if it is longer."""
+    """Returns `text` on one line of at most `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
 
 def show(text: str) -> None:
-    """Print a text that may contain problems, responses or file names, which may contain control
-    characters."""
+    """Print a text that may contain control characters."""
     print(printable(text))
 
 
@@ -318,7 +317,7 @@ class Config:
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the reference's weights, because they may differ from those of --model."""
+        """Whether checkpoints hold the reference's weights."""
         return self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
 
     @property
@@ -344,7 +343,7 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """Number of prompts, with --carry, that are sampled in addition to those that a step needs."""
+        """Number of prompts that --carry samples in addition."""
         return round(self.carry * self.prompts_per_step)
 
     @property
@@ -353,7 +352,6 @@ class Config:
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
-        """Returns the engine's name, a key of rollout.ENGINES."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
@@ -394,7 +392,7 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's updates in a step. If it is 1, the ratio is 1 and clipping does nothing."""
+        """Number of the policy's updates in a step. With one update, clipping does nothing."""
         return self.policy_updates * self.passes_per_step
 
 
@@ -542,7 +540,7 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """Returns ` (did you mean X?)`, where X is the most similar choice, or "" if no choice is similar."""
+    """Returns ` (did you mean X?)` for the most similar choice X, or ""."""
     close = difflib.get_close_matches(word, choices, 1, 0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -574,8 +572,7 @@ FOREIGN = {
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line. `--no_go` gives the field
-    `go`."""
+    """Returns field -> first word of the value, for each flag of a command line."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -585,8 +582,7 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for an unknown flag, and for a value after a flag that
-    takes none."""
+    """Returns given_flags(argv). Raises UserError for an unknown flag, or a value after a switch."""
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
         # `split`, because some libraries put a section's name in front: --train.micro_batch_size
@@ -609,7 +605,6 @@ def layout_of(given: Mapping[str, str], default: str) -> str:
 
 
 def layout_fields(preset: str, layout: str) -> dict[str, Any]:
-    """Returns the fields that a layout sets on a preset, with their values."""
     if layout == "production" and preset in RANKS:
         return {"ranks": RANKS[preset]}
     fields = LAYOUTS[layout]
@@ -699,7 +694,6 @@ def set_allocator() -> None:
 
 
 def check_trackers(cfg: Config) -> None:
-    """Raises UserError if --track names a package that is not installed."""
     for name in cfg.track:
         require(importlib.util.find_spec(name) is not None, f"--track {name}, but {name} is not installed",
                 f"pip install {name}")
@@ -729,7 +723,6 @@ def data_file(path: str) -> Path:
 
 
 def _build(path):
-    """Returns a hint for errors if tools.tiny makes `path`, else ""."""
     return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
 
 
@@ -773,7 +766,6 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file. Raises UserError if it is not JSON."""
     try:
         return json.loads(file.read_bytes())
     except ValueError as e:
@@ -799,7 +791,6 @@ GIB = 2**30
 
 
 def short_hash(data: bytes) -> str:
-    """Returns the first 8 hexadecimal digits of the SHA-256 of `data`."""
     return hashlib.sha256(data).hexdigest()[:8]
 
 

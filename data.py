@@ -75,8 +75,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One response to one prompt. Training uses the token ids that the engine sampled, never a new
-    tokenization of the text."""
+    """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
     prompt_id: int  # index in the step's batch; with --carry, in the run's prompts until sampling ends
     sample_id: int  # index among the prompt's samples
@@ -109,7 +108,6 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and response together."""
         return len(self.prompt) + len(self.ids)
 
     @property
@@ -135,7 +133,6 @@ class Sample:
 
     @property
     def right(self) -> bool:
-        """Whether the response has the full reward, 1 or more."""
         return self.reward >= 1
 
     @property
@@ -145,7 +142,7 @@ class Sample:
 
     @property
     def score(self) -> float:
-        """The number that training maximises: the sum of the weighted terms of --reward."""
+        """The number that training maximises."""
         return sum(self.entered.values())
 
 
@@ -403,7 +400,7 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
-    """Returns the number of prompts in an epoch: the sum over files of problems x weight, rounded."""
+    """Returns the number of prompts in an epoch."""
     return sum(count for count, _ in _groups(problems))
 
 
@@ -447,7 +444,6 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    """Returns the trajectory `s` with the environment's `text` (tokens `ids`) appended."""
     reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
                     sampled=np.zeros(len(ids), bool), versions=None)
     both = extended(s, reply)

@@ -40,8 +40,6 @@ Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a mod
 
 @dataclass(frozen=True)
 class World:
-    """Rank, number of ranks, device and dtype of this process."""
-
     rank: int
     size: int
     device: torch.device
@@ -197,7 +195,6 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free all gathered weights of a model."""
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -337,8 +334,7 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a global norm of at most `limit`. Returns the norm before, the same on all
-    ranks."""
+    """Scale the gradients to a norm of at most `limit`. Returns the norm before, the same on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -354,7 +350,6 @@ def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
 
 
 def all_max(x: Tensor) -> Tensor:
-    """Returns the elementwise maximum of x over all ranks."""
     return all_sum(x, td.ReduceOp.MAX)
 
 

@@ -174,7 +174,6 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
-        """Returns the objects x of all ranks of this engine."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -197,8 +196,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
-        """Context manager: turns an exception into a RuntimeError that says what failed (`doing`) and has the
-        memory readings."""
+        """Context manager: turns an exception into a RuntimeError that says what failed, with the memory
+        readings."""
         try:
             yield
         except Exception as e:

@@ -52,7 +52,6 @@ class Meter:
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
-        """Set the metric `name` to the maximum of x over all calls and ranks."""
         x = self._double(x)
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
@@ -171,8 +170,7 @@ class Logger(contextlib.AbstractContextManager):
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}` and append it to alarms.jsonl. N is `step`, or the next step that will be
-        logged."""
+        """Print `!! step N: {text}` and append it to alarms.jsonl. N is `step`, or the next step."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
@@ -243,7 +241,6 @@ class Logger(contextlib.AbstractContextManager):
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        """Returns a progress bar, which only rank 0 shows, and only on a terminal."""
         return tqdm(total=total, initial=done, desc=name, leave=False, dynamic_ncols=True,
                     disable=None if self.main else True)
 
@@ -320,7 +317,6 @@ class Tracker:
             self.step(row, [])
 
     def _attempt(self, action, *arguments):
-        """Call action(*arguments). After an exception, log an alarm and switch the tracker off."""
         try:
             action(*arguments)
         except Exception as e:
