@@ -136,31 +136,31 @@ class Config:
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
     steps: Amount = 0  # number of steps; 0: see --epochs, --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
-    prompts_per_step: Count = 128  # number of prompts sampled in each step
-    samples_per_prompt: Count = 64  # number of responses to each prompt
+    prompts_per_step: Count = 128  # prompts in each step
+    samples_per_prompt: Count = 64  # responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Positive = 1e-6  # learning rate after warm-up
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term
     ranks: Amount = 0  # number of ranks; up to 8 start without torchrun; 0: torchrun's, or 1
 
     # --- the algorithm, models and data
-    algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares the samples of one prompt
+    algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
     critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
     ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
     data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
-    system_prompt: str = ""  # with --template chat: system prompt for rows without a system turn
-    date: str = ""  # YYYY-MM-DD, for a chat template that prints today's date; empty: day of the first start
+    system_prompt: str = ""  # with --template chat: system prompt for rows without one
+    date: str = ""  # date YYYY-MM-DD that a chat template prints; empty: day of the first start
     extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
     env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: no replies
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
 
     # --- length of the run: one of steps, epochs, total_episodes
-    epochs: Amount = 0  # number of passes over the prompts; 0: not given
-    total_episodes: Amount = 0  # number of responses of the run; 0: not given
-    eval_every: Amount = 10  # steps between evaluations (also at step 0 and at the end); 0: never
-    save_every: Amount = 50  # steps between checkpoints (also at the end); 0: only at the end
+    epochs: Amount = 0  # passes over the prompts; 0: not given
+    total_episodes: Amount = 0  # responses of the run; 0: not given
+    eval_every: Amount = 10  # steps between evaluations; 0: never
+    save_every: Amount = 50  # steps between checkpoints; 0: only at the end
     resume: str = "auto"  # auto: continue the run in --out; never: --out must be empty; PATH: that checkpoint
     start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
@@ -173,30 +173,30 @@ class Config:
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
     pack_len: Count = 16384  # maximum tokens of a pack, the micro-batch of one forward pass
-    policy_updates: Count = 1  # number of policy updates in a pass over a step's samples
-    critic_updates: Count = 12  # number of critic updates in a pass over a step's samples
-    passes_per_step: Count = 1  # number of passes over a step's samples (PPO's epochs)
+    policy_updates: Count = 1  # policy updates in a pass over a step's samples
+    critic_updates: Count = 12  # critic updates in a pass over a step's samples
+    passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs)
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
     temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it, too
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
-    engine_share: Part = 0.7  # fraction of the GPU's memory that vllm may use while it samples
-    max_num_seqs: Count = 512  # maximum number of responses that one engine decodes at once
+    engine_share: Part = 0.7  # fraction of GPU memory that vllm may use while it samples
+    max_num_seqs: Count = 512  # maximum responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
     eval_top_p: Part = 1.0  # sample only from the fewest tokens with this probability; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
-    grade_workers: Count = 1  # number of grading processes of each rank
-    grade_deadline: Positive = 5.0  # CPU seconds that grading one answer may take
+    grade_workers: Count = 1  # grading processes of each rank
+    grade_deadline: Positive = 5.0  # CPU seconds to grade one answer
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
     # --- optimizers: AdamW with fp32 weights and state
     critic_lr: Positive = 5e-6  # learning rate after warm-up
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
-    lr_end: NotNegative = 0.0  # final learning rate of both models, with --lr_decay linear or cosine
+    lr_end: NotNegative = 0.0  # final learning rate, with --lr_decay linear or cosine
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay
     adam_eps: Positive = 1e-8  # AdamW's epsilon
@@ -228,18 +228,18 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
-    network: NotNegative = 0.0  # speed between nodes that the plan assumes, in Gb/s; 0: usual for this GPU
+    network: NotNegative = 0.0  # planned speed between nodes in Gb/s; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
-    keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
+    keep_best: str = "auto"  # metric of the best checkpoint to keep; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
-    go: bool = False  # start even if the check of the first responses or of the gold answers fails
+    go: bool = False  # start even if the check of first responses or gold answers fails
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
 
     def __post_init__(self) -> None:
