@@ -167,8 +167,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache. None in training.
-    segments: None in decoding steps. Then query is (R, H, 1, d), for R rows of the cache, and the result (R,
-        1, H, d)."""
+    segments: None in decoding steps: query (R, H, 1, d) and result (R, 1, H, d), for R rows of the cache."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
