@@ -155,7 +155,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; the last two may be left out. Or a file of a run's samples/
+            "kind": "math"}; stopped is false for a response cut at the length limit; the last two may be
+            left out. Or a file of a run's samples/
         reward: as for train.py: names, with a weight if it is not 1: math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take
