@@ -90,7 +90,7 @@ def no_stop_gradient(cfg: Config) -> None:
 
 def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
     """Makes the engine sample with weights of `stale` steps ago, and with noise of standard deviation `nats`
-    on each logit. The last evaluation has neither."""
+    on each logit. The last evaluation uses the newest weights without noise."""
     right_load, right_sample, kept = torch_engine.TorchEngine.load, torch_engine.sample_token, []
     generator = torch.Generator().manual_seed(cfg.seed)
 
@@ -147,7 +147,6 @@ class Variant(NamedTuple):
 
 
 def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
-    """Returns a variant with the preset's values of `fields`. `flags` override them."""
     fields = ("advantage", "ratio", "aggregation", "clip_low", "clip_high", "drop_uniform")
     return Variant(reference, {f: getattr(PRESETS[preset], f) for f in fields} | flags)
 
@@ -383,8 +382,7 @@ Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> 
 
 def difference(runs: Runs, task: str, variant: str, reference: str,
                measure: str = "accuracy") -> Estimate | None:
-    """Returns the mean of variant minus reference, over pairs of runs with the same base model and seed; None
-    without pairs."""
+    """Returns the mean of variant minus reference, over pairs of runs with the same base model and seed."""
     ours, theirs = runs.get((task, variant), {}), runs.get((task, reference), {})
     f = MEASURES[measure]
     gaps = [f(ours[key], task) - f(theirs[key], task) for key in sorted(ours.keys() & theirs.keys())]
@@ -569,8 +567,7 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs whose settings are unchanged. keys: (task, variant, seed) -> key_of. vary:
-    whether to read VARIED, too."""
+    """Returns the finished runs whose settings are unchanged. keys: (task, variant, seed) -> key_of."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):

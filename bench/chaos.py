@@ -54,8 +54,7 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. On the rank that the environment variable CHAOS (JSON) names, the thread
-    `watch` causes the fault, unless the file of CHAOS exists already."""
+    """Runs train.py unchanged. On the struck rank, the thread `watch` causes the fault once."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -64,9 +63,8 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits for the `visit`-th time in order["phase"], and then `after` seconds. Then writes `file` for the
-    main program and sends the fault's SIGNALS. In the undisturbed run, writes the times of the phases to
-    `file`."""
+    """Waits for the chosen moment. Then writes `file` for the main program and sends the fault's SIGNALS. In
+    the undisturbed run, writes the times of the phases to `file`."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -89,8 +87,7 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the rank's current phases: dist.CURRENT, "import" before it, "files" while a checkpoint is
-    written, and "end" after the start of the export."""
+    """Returns the names of the rank's current phases."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):
@@ -102,7 +99,7 @@ def current_phases(out: Path) -> set[str]:
 
 
 class Nodes:
-    """A run on one or two nodes, with one torchrun agent per node."""
+    """A run with one torchrun agent per node."""
 
     def __init__(self, count: int, base: str, out: Path, namespaces: bool, order: dict) -> None:
         self.count, self.out, self.order = count, out, order
@@ -231,12 +228,12 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it came too
-# late, or if there is no checkpoint to damage.
+# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it can't
+# strike.
 
 
 class Skipped(Exception):
-    """Raised by a fault that this machine does not allow."""
+    """This machine does not allow the fault."""
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
@@ -257,7 +254,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again, but not after the last save: node 0 may have ended."""
+    """Kills node 1 and starts it again, if node 0 can't have ended."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -554,8 +551,7 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s, for each ti
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns the visits that the fault can strike: phase -> [(number, length in s), …]. A fault in DAMAGE
-    needs a complete save."""
+    """Returns the visits that the fault can strike: phase -> [(number, length in s), …]."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
@@ -563,8 +559,7 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, i, seconds) for each run: the i-th visit of the phase lasts `seconds`. New faults
-    and phases come first."""
+    """Yields (fault, phase, visit, seconds of the visit) for each run. New faults and phases come first."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -575,8 +570,7 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Runs a training with the fault `chosen` (from `choose`). Returns the result line. If the fault came too
-    late or too early, tries the visit before or after."""
+    """Runs a training with the fault `chosen` (from `choose`). Returns the result line."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

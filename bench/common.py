@@ -18,8 +18,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line. Each keyword argument is a flag with its default value: False makes a switch,
-    a tuple takes any number of words. `doc` is the text of --help."""
+    """Parses the command line. defaults: flag -> default value; False makes a switch, a tuple takes any
+    number of words. doc: the text of --help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -55,8 +55,8 @@ def torchrun(ranks: int, *words: object) -> list[str]:
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Makes each call (function, file for its output) in a fork of this process, `jobs` at a time. Yields
-    (index of the call, exit status) when a call ends."""
+    """Runs each call (function, file for its output) in a fork, `jobs` at a time. Yields (index, exit status)
+    when a call ends."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -76,7 +76,7 @@ def math_verify(answer: str, gold: str) -> bool:
 
 
 def verdict(grade: Callable[[str, str], bool], pair: Pair) -> bool:
-    """Returns whether the grader accepts the pair; False if the grader raises or takes more than SECONDS."""
+    """Returns whether the grader accepts the pair; False if it raises or takes more than SECONDS."""
     def late(*_):
         raise Late
 

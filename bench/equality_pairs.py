@@ -55,7 +55,7 @@ WORDS = ["Tuesday", "Evelyn", "ellipse", "parabola", "hyperbola", "odd", "isosce
 
 
 def fill(template: str, values: dict) -> str:
-    """Returns the template with each expression in «» replaced by its value, for example `«a / b:.3f»`."""
+    """Returns the template with each expression in «» replaced by its value."""
     def value(match):
         expression, form = re.fullmatch(r"(.*?)(?::([<>,.\dbf]*))?", match[1]).groups()
         return format(eval(expression, values), form or "")
@@ -130,8 +130,7 @@ RIGHT = [  # functions that rewrite an answer without changing what it means
 
 
 def _other_digit(t, r):
-    """Returns `t` with another digit at a random place; None if `t` has no digit. It can return `t`, which
-    `varied` drops."""
+    """Returns `t` with another digit at a random place; None if `t` has no digit."""
     places = [m.start() for m in re.finditer(r"\d", t)]
     at = r.choice(places) if places else None
     return None if at is None else t[:at] + str((int(t[at]) + r.randint(1, 8)) % 9 + (at == 0)) + t[at + 1:]

@@ -42,8 +42,7 @@ nats.
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name of LIMITS -> largest difference of the model in the folder `path`, or a text that says why
-    it was not measured."""
+    """Returns name of LIMITS -> largest difference of the model in the folder `path`, or a text."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -65,8 +64,7 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes families.json and .md: the new `rows`, and the old rows of other models. Returns the .md's text.
-    names: all models, in order."""
+    """Writes families.json and .md, with the old rows of other models. Returns the .md's text."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}

@@ -48,7 +48,7 @@ def main() -> None:
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
-    run.start = 1  # step 0 is left out, because it prints samples
+    run.start = 1  # step 0 prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
         # The order without, with, with, without cancels a slow drift of the machine's speed.
         saves = block % 4 in (1, 2)

@@ -65,8 +65,8 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 class Simulation:
-    """Simulates the rollouts of consecutive steps. `prompt`: tokens of each prompt. lengths(count) draws the
-    lengths of `count` responses to one prompt."""
+    """Simulates consecutive rollouts. prompt: tokens of each prompt. lengths(count) draws the lengths of
+    `count` responses to one prompt."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
@@ -115,8 +115,7 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Simulates one round of one engine, for the responses `keys`. Returns the seconds. `moved`: keys
-        to prefill again."""
+        """Returns the seconds of one engine's round. keys: its responses. moved: keys to prefill again."""
         if not keys:
             return 0.0
         reread = 0
@@ -137,8 +136,7 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns name of a result of Simulation.step -> mean (of `oldest`: maximum) over the steps after the
-    first `warm`."""
+    """Returns the means of Simulation.step's results (of `oldest`: the maximum) after `warm` steps."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}

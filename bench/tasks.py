@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")
-# Style of a text: (what stands before the problem, what stands after it, form of the response).
+# Styles: (text before the problem, text after it, form of the response)
 ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
            "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
@@ -93,8 +93,7 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. With slip > 0, the thought may have random tries, and may
-    end without the right one."""
+    """numbers: four numbers and three operators. With slip > 0, the thought may have random tries."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -172,7 +171,7 @@ def chat_tokenizer():
 
 def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, slip: float = 0.0,
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
-    """Returns a task for tools/tiny.py: `problems` draws numbers, and `work` and `style` make the texts.
+    """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
     slip, guesses: probabilities of a wrong number, and of a guessed answer without a thought
     of_row: further fields of the rows in the data files"""

@@ -18,14 +18,14 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, how often it sends the tensor: an all-reduce twice)
+# function of torch.distributed -> (name in SENDS, how often it sends the tensor)
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 
 
 def count() -> None:
-    """Patches the functions of COLLECTIVES, so that SENDS adds up the bytes that this rank sends for FSDP2.
-    All-reduces over all ranks are train.py's own sums and don't count."""
+    """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks don't count:
+    they are train.py's own sums."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

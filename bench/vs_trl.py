@@ -162,8 +162,7 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of processes_of(leader) in MB: memory now (Pss_Anon + Pss_Shmem), plus the drop
-    since the peak (VmHWM - VmRSS)."""
+    """Returns the peak memory of processes_of(leader) in MB: memory now, plus the drop since the peak."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}

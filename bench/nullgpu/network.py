@@ -18,7 +18,7 @@ from tools import plan
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
     """Returns collective -> pairs (number of times, what the rank sends each time). name: "sync", "policy" or
-    "critic". The critic also needs a forward pass for the values."""
+    "critic"."""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}

@@ -41,8 +41,7 @@ selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# On the stub all comparisons are False, so the engine's `_wave` yields nothing. Then yield full responses.
-# All prompts have equal lengths.
+# On the stub, the engine's `_wave` yields nothing. Then yield responses of full length.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)

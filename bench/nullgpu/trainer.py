@@ -4,8 +4,7 @@
                                                           [--world 32] [--packs 1] [flags of train.py]
 
 NULLGPU is the folder of a stub CUDA driver, which is not in this repository. Its setup.sh installs CUDA
-builds of torch and vLLM. Kernels do nothing, copies to the host bring zeros, and collectives send nothing.
-Computed numbers and times mean nothing.
+builds of torch and vLLM. Computed numbers and times mean nothing.
 
 Prints one JSON line per phase of this rank. The phases:
     sync             weights are gathered for the engine
@@ -19,9 +18,7 @@ The fields:
     reserved_gib     peak of torch's allocator
     driver_peak_gib  peak of the process
     h2d, d2h         number of copies from host to device, and back
-    all_gather_…_gib size of the whole tensors of all-gathers
     pageable         bytes copied from or to host memory that is not pinned
-    flash, fmha      launches of attention kernels in bf16 and in fp32
     index_add        launches of atomic additions, whose order on a GPU is random
     waits            how often the host waited for the device
 """
@@ -69,8 +66,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST. These tensors decide
-    the sizes of others, and the stub would return zeros."""
+    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST. The stub would return
+    zeros."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
