@@ -371,9 +371,9 @@ def steps_to(row: dict, threshold: float) -> int:
 
 MEASURES = {  # name of a measured number -> function of a run's results and task
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
-    "steps": lambda row, task: steps_to(row, TASKS[task][1]),
+    "steps to threshold": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
-    "length of wrong": lambda row, task: last(row["lengths_wrong"]),
+    "tokens of wrong responses": lambda row, task: last(row["lengths_wrong"]),
     "entropy": lambda row, task: last(row["entropy"]),
     "collapsed": lambda row, task: float(collapsed(row)),
 }
@@ -417,19 +417,21 @@ CLAIMS = (
     Claim("12 critic updates are better than 1", f"{ORZ}, settings", "ppo", "critic-1", 1),
     Claim("a critic that learns first helps", "VC-PPO 2503.01491", "critic-warm-up", "ppo", 1),
     Claim("GRPO's mean over responses makes wrong responses longer", f"{DR}, sec. 3.1", "grpo", "dr-grpo", 1,
-          "length of wrong"),
+          "tokens of wrong responses"),
     Claim("without GRPO's two biases accuracy is higher", f"{DR}, sec. 3.2", "dr-grpo", "grpo", 1),
     Claim("RLOO's baseline is better than GRPO's", "RLOO 2402.14740, experiments", "rloo", "grpo", 1),
     Claim("whitening over the step is better than a group's deviation", "REINFORCE++ 2501.03262, experiments",
           "reinforce++", "grpo", 1),
     Claim("clip-higher keeps entropy", f"{DAPO_PAPER}, sec. 3.1", "grpo-4-clip-0.28", "grpo-4", 1, "entropy"),
     Claim("clip-higher raises accuracy", f"{DAPO_PAPER}, tab. 1", "grpo-4-clip-0.28", "grpo-4", 1),
-    Claim("dynamic sampling needs fewer steps", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", -1, "steps"),
+    Claim("dynamic sampling needs fewer steps", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", -1,
+          "steps to threshold"),
     Claim("dynamic sampling takes more samples", f"{DAPO_PAPER}, sec. 3.2", "resample", "grpo", 1, "samples"),
     Claim("DAPO's four parts together raise accuracy", f"{DAPO_PAPER}, tab. 1", "dapo", "grpo-4", 1),
     Claim("one ratio per response raises accuracy", "GSPO 2507.18071, sec. 5", "gspo", "grpo-4", 1,
           why="Here GSPO's clip range of 0.0003 stops the gradient of a third of the tokens."),
-    Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1, "steps"),
+    Claim("CISPO needs fewer steps", "CISPO 2506.13585, sec. 3.1", "cispo", "grpo-4", -1,
+          "steps to threshold"),
     Claim("samples from old weights lower accuracy", "AReaL 2505.24298, ablations", "stale-4", "grpo", -1),
     Claim("TIS helps if samples are from old weights", "TIS, Yao et al. 2025", "stale-4-tis-2", "stale-4", 1),
     Claim("noise on the engine's logits lowers accuracy", "TIS, Yao et al. 2025", "noise-0.3", "grpo", -1),
@@ -543,6 +545,7 @@ def report(runs: Runs) -> str:
         "- A run that ended early has accuracy 0. It counts as collapsed.",
         "- A run has also collapsed if its last five steps have less than half of the best mean reward.",
 
+        "- `steps to threshold`: the first step with the mean reward that TASKS in bench/ablations.py names.",
         "- A difference is a mean over pairs of runs with the same base model and seed.",
         "- ± is half of a 95 % interval. Without a real difference, one interval in 20 excludes 0.",
         "- On countdown, ppo and its variants have another base model than the rest. grpo has runs with both "
@@ -567,7 +570,7 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs whose settings are unchanged. keys: (task, variant, seed) -> key_of."""
+    """Returns the finished runs with unchanged settings. keys: (task, variant, seed) -> key_of its run."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):

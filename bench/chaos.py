@@ -5,7 +5,7 @@
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
 A run has 8 steps on 2 ranks per node, with a save after every second step. One fault strikes each run, in one
-phase (dist.phase). If the run ends too early, this program types the command again.
+phase (dist.phase). If the run ends too early, this program runs the command again.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
@@ -499,8 +499,7 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Makes the run's folder; for a fault in DISK on a small tmpfs. Raises Skipped if mounting is not
-    allowed."""
+    """Makes the run's folder, on a small tmpfs for a fault in DISK. Raises Skipped without permission."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()

@@ -34,15 +34,15 @@ LEGEND = """\
 Each row is a tiny model with random weights in fp32. The table has the largest differences in log-probs, in
 nats.
 
-- `log-probs`, `gradient`: torz's trainer and transformers. `gradient` is relative to a parameter's gradient.
-- `torch engine`, `vLLM engine`: the engine and the trainer.
-- `exported …`: torz's model and its export, run by transformers. `exported critic`: values, not log-probs.
+- `log-probs`, `gradient`: torz's trainer against transformers. `gradient` is relative to the gradient's size.
+- `torch engine`, `vLLM engine`: the engine against the trainer.
+- `exported …`: torz's model against its export, run by transformers. `exported critic` compares values.
 
 """
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name of LIMITS -> largest difference of the model in the folder `path`, or a text."""
+    """Returns name of LIMITS -> largest difference of the model in `path`, or why it was not measured."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],

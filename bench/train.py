@@ -14,7 +14,7 @@ the first N layers.
 
 Prints one JSON line per phase, with medians over the rounds after the first:
     mfu          FLOP per second, divided by those of a large matrix product
-    limit_s      seconds at the speed of a large matrix product and of a large copy, whichever is more
+    limit_s      lower bound of the seconds, from the speeds of a large matrix product and a large copy
     memory_gib   peak memory of the phase minus the memory before
 """
 

@@ -24,7 +24,7 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns each step's sum of these metrics; without steps [NaN], which meets no demand."""
+        """Returns each step's sum of these metrics; [NaN] without steps, which meets no demand."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")
