@@ -116,8 +116,8 @@ class StagingBuffer:
         return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices to the disk in DCP's format. Runs in a thread beside training. DCP's own
-        writer is not used, because it would hold the GIL."""
+        """Write this rank's slices to the disk in DCP's format. DCP's own writer is not used, because it
+        would hold the GIL."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -181,10 +181,9 @@ def read_carried(folder: Path) -> list[Sample]:
 class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    out: the run's folder.
-    facts: content of state.json: the config, hashes of the data, …
-    saved: number of steps of a checkpoint in `out`, which `save` skips; None: skip none.
-    warn: called with a line of text if a save or the deletion of an old checkpoint fails."""
+    facts: content of state.json
+    saved: number of steps of a checkpoint in `out`, which `save` skips; None: skip none
+    warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
@@ -286,9 +285,6 @@ def remove_unfinished(final: Path) -> None:
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     """Write state.json and COMPLETE into the folder `temp`, and rename it to the checkpoint `final`. To
     upload checkpoints, add the upload at the end.
-
-    facts: content of state.json
-    files: sizes and checksums of the ranks' files
 
     Raises OSError if a file is missing or cut, or if `final` is a complete checkpoint."""
     state = temp / "state.json"
@@ -456,7 +452,6 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
-    saved: content of state.json
     read: name -> value, such as a hash of the data
     needed: end of the error message
     changes: other changes"""
@@ -467,7 +462,6 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    saved: content of state.json
     facts: "config", "read" (must not change) and "noted" (may change) of this run
 
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
@@ -502,8 +496,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """An optimizer creates its state tensors in its first step. So this function makes a step with zero
-    gradients, and then overwrites weights and state."""
+    """Fill a model and its optimizer. An optimizer creates its state in its first step. So this function
+    makes a step with zero gradients, and then overwrites weights and state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -534,11 +528,8 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Facts | None = None) -> None:
-    """Write the Hugging Face folder `out` in bf16. All ranks must call this function.
-
-    weights: (name, whole tensor) of every parameter
-    source: folder of the base model
-    facts: content of the marker file (see `marker`)
+    """Write the Hugging Face folder `out` in bf16. All ranks must call this function. `source`: folder of the
+    base model.
 
     Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
     earlier export."""
@@ -560,8 +551,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder, then rename it to `out`. Raises OSError if `out` exists, unless it is an
-    export or empty."""
+    """Write a temporary folder, then rename it to `out`."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))

@@ -352,7 +352,7 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the problems: tokens, answer, kind, weight, data set and fields."""
+    """Returns a hash of all that a run reads from the problems."""
     every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
              for p in problems]
     return short_hash("".join(every).encode())
@@ -410,8 +410,8 @@ _stored: dict[str, Any] = {}  # cache of _groups
 def _groups(problems):
     """Returns (count, indices) for each group of problems, from which an epoch draws `count` prompts.
 
-    A file with a fractional weight is its own group, so its share is exact. The result is cached, so the list
-    must not be changed in place."""
+    A file with a fractional weight is its own group, so its share is exact. The result is cached: do not
+    change the list."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):

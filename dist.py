@@ -315,7 +315,7 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def tensors_in(folder: str) -> dict[str, Any]:
-    """Returns name -> DCP's metadata for each tensor in a folder's safetensors files."""
+    """Returns name -> DCP's metadata of each tensor in a folder's safetensors files."""
     return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
 
@@ -343,7 +343,7 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 
 
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
-    """Returns the sum (or reduction `op`) of x over all ranks, as a new tensor."""
+    """Returns the sum (or reduction `op`) of x over all ranks."""
     x = x.clone()
     td.all_reduce(x, op)
     return x
@@ -360,7 +360,7 @@ def on_host(x: Tensor) -> Tensor:
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects x of all ranks of `group` (None: all) in rank order. Only for small objects,
-    because every rank receives all. Before `init`, returns [x]."""
+    because every rank receives all."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -408,8 +408,7 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
 def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys: index of each of `samples` among the step's samples of all ranks
-    layout: from data.assign"""
+    keys: index of each of `samples` among the step's samples of all ranks"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -457,7 +456,7 @@ def measure_network(world: World, local: int) -> list[float]:
 
 def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
     """Measure the network and print its speeds in one line. For a speed below half of the planned one, also
-    print the likely cause. On one node with unknown speed, nothing is measured.
+    print the likely cause.
 
     local: number of ranks of a node
     planned: speeds in bytes/s, within a node and between nodes; 0: unknown"""
