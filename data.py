@@ -46,9 +46,9 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Part of the seed of each use of random numbers, so that none changes another.
+# Each use of random numbers has its own number in its seed.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds for one row
+TEMPLATE_SECONDS = 5  # CPU seconds for the chat template of one row
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -352,7 +352,7 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of all that a run reads from the problems."""
+    """Returns a hash of the problems."""
     every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
              for p in problems]
     return short_hash("".join(every).encode())
