@@ -731,7 +731,7 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# (flags, whether they have an effect with config c, the setting that they need). `parse` refuses idle flags.
+# (flags, whether they have an effect with config c, the setting that they need), for `parse`
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

@@ -135,8 +135,8 @@ class Logger(contextlib.AbstractContextManager):
     """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
     except in `dump`.
 
-    `start` is the first step to log. Older rows of this and later steps are moved to metrics.old.jsonl and
-    alarms.old.jsonl. Raises UserError if the folder can't be written to."""
+    `start` is the first step to log. Rows that an interrupted run left for this and later steps are moved to
+    metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -340,7 +340,7 @@ class Tracker:
 
 
 class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. Environment variables of the user go before
+    """Sends metrics and samples to Weights & Biases. The user's environment variables override
     ENVIRONMENT."""
 
     ENVIRONMENT = {
