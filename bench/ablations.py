@@ -61,7 +61,6 @@ REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
 
 
 def flip_sign(cfg: Config) -> None:
-    """Negates every advantage."""
     right = train.add_group_advantages
     train.add_group_advantages = lambda samples, cfg: [
         replace(s, advantage=-s.advantage) for s in right(samples, cfg)]

@@ -69,7 +69,6 @@ def result(out: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """Returns a Markdown table with one row per recipe."""
     lines = []
     for name, runs in results.items():
         first, last = mean(r["len_first"] for r in runs), mean(r["len_last"] for r in runs)

@@ -4,16 +4,15 @@
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
-A run has 8 steps on 2 ranks per node, with a save after every second step. One fault strikes each run, in one
-phase (dist.phase). If the run ends too early, this program runs the command again.
+One fault strikes each run, in one phase (dist.phase). If the run ends too early, it is started again.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
 - It loses no saved step, and it reports what it could not write.
-- It prints no unexplained error. A command that must refuse to start says why in a line.
+- It prints no unexplained error.
 
-Prints one JSON line per run. The exit status is 1 if a run is not ok; the run's folder is then kept. Some
-faults need root and are skipped without it.
+The exit status is 1 if a run is not ok; the run's folder is then kept. Some faults need root and are skipped
+without it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ HANG = 120.0  # a command that prints nothing for this many seconds hangs
 
 # --- the struck rank
 
-# In these faults the struck rank sends signals to itself.
+# The signals that the struck rank sends to itself
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
@@ -87,7 +86,6 @@ def watch(order: dict) -> None:
 
 
 def current_phases(out: Path) -> set[str]:
-    """Returns the names of the rank's current phases."""
     current = getattr(sys.modules.get("dist"), "CURRENT", None)
     phases = {current.name if current else "import"}
     with contextlib.suppress(OSError):

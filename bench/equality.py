@@ -11,8 +11,6 @@ The pairs of answer and gold answer:
     others    the other third
 Nobody looks at `unseen` and `others` while improving the grader. They need --unseen.
 
-Lines of bench/equality_golds.txt: `# category`, or `gold ~ right ~ right ~~ wrong ~ wrong`.
-
 The graders are math-verify, the present grading/answers.py (`after`), and that of the commit --before.
 
 --failures prints the wrong verdicts of `after`, except on unseen pairs. --unseen writes
@@ -109,6 +107,7 @@ def foreign() -> list[Pair]:
 
 
 def golds() -> list[Pair]:
+    """Lines of the file: `# category`, or `gold ~ right ~ right ~~ wrong ~ wrong`."""
     found, category = [], ""
     for line in (ROOT / "bench/equality_golds.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
@@ -134,7 +133,6 @@ def shares(cases: list[Pair], verdicts: list[bool], name: str) -> dict[str, floa
 
 
 def table(cases: list[Pair], figures: dict[str, dict]) -> str:
-    """Returns a Markdown table with a row per part and a column per grader."""
     lines = []
     for name, title in PARTS.items():
         right = [p.same for p in cases if part(p) == name]

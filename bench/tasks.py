@@ -44,7 +44,7 @@ RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
 def said(x: int, rng: random.Random, slip: float) -> int:
-    """Returns x, or with probability `slip` a random number near x."""
+    """Returns x, or with probability `slip` a number near x."""
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 

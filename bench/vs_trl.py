@@ -2,7 +2,7 @@
 
     python -m bench.vs_trl [--task sums] [--pairs 5] [--steps 24] [--trl_python PATH]    # needs trl 1.16
 
-A step has 16 prompts × 8 samples and one update. Responses have at most 64 tokens. Tasks:
+Tasks:
     sums     the demo's base model; a response is right or wrong
     digits   random weights of the same shape; the reward is the fraction of digits in the response
 
@@ -11,10 +11,7 @@ Sides:
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
 
-The sides take turns of four steps, so that a slow machine slows all sides. A side's time is the median of its
-steps after the first turn.
-
---trl_python is TRL's interpreter. The program passes --side, --seed and --out to its own processes.
+The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is TRL's interpreter. --side, --seed and --out are for the program's own processes.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """

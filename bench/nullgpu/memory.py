@@ -79,7 +79,7 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the table row of a phase. Memory is the maximum over `steps`."""
+    """Returns a phase's row. Memory is the maximum over `steps`."""
     def most(field):
         return max(step[field] for step in steps)
 

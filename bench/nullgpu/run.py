@@ -9,7 +9,7 @@ Prints one JSON line per phase of the loop. "before NAME" is the time from the l
     held_gib       device memory in use at the end
     expected_gib   what held_gib should be
     peak_gib       peak memory of the driver
-    plan_gib       planned total of tools/plan.py; 0 if the plan has no such phase
+    plan_gib       total planned by tools/plan.py
     waits          how often the host waited for the device
 
 The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.

@@ -14,12 +14,10 @@ Prints one JSON line per phase of this rank. The phases:
 All but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
 The fields:
     planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
-    peak_gib         peak of torch's tensors; stays_gib: at the end of the phase
-    reserved_gib     peak of torch's allocator
+    peak_gib         peak of torch's tensors
     driver_peak_gib  peak of the process
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes copied from or to host memory that is not pinned
-    index_add        launches of atomic additions, whose order on a GPU is random
     waits            how often the host waited for the device
 """
 
@@ -114,7 +112,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Returns policy or critic with its optimizer, without model files."""
+    """Returns policy or critic with its optimizer."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
