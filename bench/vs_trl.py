@@ -11,7 +11,8 @@ Sides:
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
 
-The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is TRL's interpreter. --side, --seed and --out are for the program's own processes.
+The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is TRL's
+interpreter. --side, --seed and --out are for the program's own processes.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """
