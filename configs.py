@@ -1,10 +1,10 @@
 """Every setting of a run, the presets (named sets of settings) and the layouts (numbers of ranks).
 
-One frozen dataclass is both the configuration and the command line: `train.py PRESET --flag value`. A flag
-beats the layout, the layout beats the preset, the preset beats the default.
+Config is also the command line: `train.py PRESET --flag value`. A flag beats the layout, the layout beats the
+preset, the preset beats the default.
 
-The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its "node" is one GPU, which
-torz calls a rank. In torz, a node is a machine."""
+The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its "node" is one GPU. In torz,
+a node is a machine."""
 
 from __future__ import annotations
 
@@ -530,8 +530,8 @@ def changed(old: dict, new: dict) -> list[str]:
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Returns `key: old -> new` for each key that both dicts have, with different values. `old` was read from
-    JSON, where tuples are lists."""
+    """Returns `key: old -> new` for each key that both dicts have, with different values. `old` is from
+    JSON."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -545,8 +545,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag, or a text that begins with it -> flags of other libraries with the same meaning. Flags spelled
-# like ours are missing, because `nearest` finds ours.
+# Our flag, or a text that begins with it -> flags of other libraries with the same meaning, spelled
+# differently
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -596,8 +596,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that --layout names, or else the environment variable DEBUG_MODE: True is "debug",
-    as in Open-Reasoner-Zero, and False is "any"."""
+    """Returns the layout that --layout names, or else DEBUG_MODE: True is "debug", as in Open-Reasoner-Zero,
+    False is "any"."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -612,15 +612,13 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`.
+    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError if it can't be read.
 
-    Under torchrun, the preset may be left out: it is orz-7b, with the layout "debug" on 8 ranks and
-    "production" on 32.
+    Under torchrun, PRESET may be left out. It is orz-7b, with the layout "debug" on 8 ranks and "production"
+    on 32.
 
     argv: words of the command line; default: sys.argv[1:]
-    kind: Config or a subclass with more flags
-
-    Raises UserError for a command line that can't be read."""
+    kind: Config or a subclass with more flags"""
     import tyro  # imported here, so that `import configs` is quick
 
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -686,8 +684,8 @@ def set_allocator() -> None:
     """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
     imported.
 
-    Expandable segments reduce fragmentation of GPU memory. Big pinned blocks are not cached, because torch
-    2.13 would reuse them without checking their size (PyTorch pull request 192722)."""
+    Big pinned blocks are not cached, because torch 2.13 would reuse them without checking their size (PyTorch
+    pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")

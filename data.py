@@ -155,7 +155,7 @@ class Pack:
         positions    0 1 2 3 4 | 0 1 2 3 4 5
         cu_seqlens   0           5           11
         mask         . . . x x | . . . x x x
-        rewards      0 0 0 0 1 | 0 0 0 0 0 0       the first response scores 1, the second 0
+        rewards      0 0 0 0 1 | 0 0 0 0 0 0
     """
 
     tokens: Tensor  # (T,) int64
@@ -190,12 +190,11 @@ class Pack:
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
                   longest: int = 0, keep_fields: bool = False) -> list[Problem]:
-    """Returns all problems of the files. Drops repeated rows, and prompts that are too long.
+    """Returns all problems of the files. Drops repeated rows and prompts that are too long. Raises UserError
+    if none is left, or if a row can't be read.
 
     longest: maximum tokens of prompt plus response; 0: cfg.model_len
-    keep_fields: whether to set Problem.fields
-
-    Raises UserError if no problem is left, or if a row can't be read."""
+    keep_fields: whether to set Problem.fields"""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
@@ -229,8 +228,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function that turns a conversation into the tokens of a prompt. Its last turn is the problem.
-    Only the template "chat" shows the other turns.
+    """Returns a function from a conversation to the tokens of a prompt. Its last turn is the problem. Only
+    the template "chat" shows the other turns.
 
     Raises UserError for a wrong template. The function raises UserError if the template can't show the
     conversation, or if the prompt ends in EOS."""
@@ -307,9 +306,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 def fix_date(tokenizer: Any, day: str) -> str:
     """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so that prompts do not
-    change. Returns `day`, or "" if nothing prints a date. Raises UserError if `day` is no date.
-
-    A macro replaces the function strftime_now of transformers."""
+    change. Returns `day`, or "" if nothing prints a date. Raises UserError if `day` is no date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -476,10 +473,8 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank.
 
-    All ranks wait for the slowest k-th pack, so the k-th packs get about the same cost.
-
-    A prompt is computed once for its samples in a pack, so samples of one prompt go together, in small
-    units."""
+    All ranks wait for the slowest k-th pack, so the k-th packs get about the same cost. Samples of one prompt
+    are packed together, because a pack computes their prompt once."""
     total = int(lengths[samples].sum())
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
@@ -511,10 +506,12 @@ def _neighbours(indices, lengths, prompts, limit):
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
     """Divide items into `bins` lists of nearly equal cost. Returns lists of item indices, or None if an item
-    fits in no list of `cap` tokens. The method is LPT: from the most expensive item to the cheapest.
+    fits in no list of `cap` tokens.
 
     lengths: tokens of each item
-    cost: cost of each item; default: lengths"""
+    cost: cost of each item; default: lengths
+
+    LPT: the most expensive item first."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):

@@ -1,8 +1,7 @@
 """All use of torch.distributed, except for checkpoint files.
 
-FSDP2 (fully_shard) shards parameters over all ranks, or over each group of --shard_ranks ranks. Gradients are
-*summed* over ranks, because each loss is already divided by a count over all ranks. So the number of ranks
-does not change the result."""
+FSDP2 (fully_shard) shards parameters over all ranks, or over groups of --shard_ranks ranks. Gradients are
+*summed* over ranks, because each loss is already divided by a count over all ranks."""
 
 import contextlib
 import datetime
@@ -117,12 +116,10 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     RuntimeError on timeout.
 
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
-    on a new prefix:
+    on a new prefix: the hash of a random nonce of each rank.
 
-        1. Each rank writes a random nonce, and reads all nonces. Their hash is the rank's prefix.
-        2. Each rank writes "read/RANK" under its prefix. If the keys of all ranks are there, all ranks have
-           the same prefix. If not, the rank reads the nonces again.
-    """
+    Each rank writes a key under its prefix. If all keys are there, all ranks have the same prefix. If not,
+    some nonces were old, and the rank reads them again."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -183,8 +180,7 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
-    """Yields the packs of an update. The caller runs a forward and a backward pass for each. Every rank must
-    have the same number of packs.
+    """Yields the packs of an update. Every rank must have the same number of packs.
 
     With several groups (see `mesh`), only the last backward pass sums gradients across the groups."""
     for pack in packs:
@@ -205,10 +201,10 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head comes once, as the
-    embedding. If the model is on the host, it is moved to `device` during the iteration.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype; a tied head only as the
+    embedding. A model on the host is moved to `device` during the iteration.
 
-    FSDP frees each decoder layer before it gathers the next, so the caller must not keep tensors."""
+    FSDP frees each decoder layer before the next, so the caller must not keep tensors."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):

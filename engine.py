@@ -7,12 +7,10 @@ An engine samples responses with the policy's weights. It may sample only inside
             ...  # requests: (prompt_id, sample_id) -> tokens
 
 To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
-rollout.ENGINES. An engine that can free memory also has `unload()`.
+rollout.ENGINES.
 
 Samples of old weights give wrong results without an error. Therefore `generate` raises an error if the engine
-holds weights of another step than `version`.
-
-The random numbers of a response depend only on (key, prompt_id, sample_id)."""
+holds weights of another step than `version`."""
 
 from __future__ import annotations
 
@@ -42,11 +40,10 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records the memory in use, in GiB, at the end of each stage of the last `with engine.awake(…)` block.
-    `residual` is the GiB that the engine holds while it sleeps. Create the ledger before the engine.
+    """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. `residual` is
+    the GiB that the engine holds while it sleeps. Create the ledger before the engine.
 
-    A reading on a GPU is the memory of all processes, because torch's statistics would count a sleeping
-    engine's tensors."""
+    On a GPU, all processes count: torch's statistics would include a sleeping engine's tensors."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -128,12 +125,12 @@ class Engine(abc.ABC):
                  key: tuple[int, ...], version: int, top_p: float = 1.0) -> Iterator[Sample]:
         """Yields one response (a Sample) for each request, in the order in which the responses end.
 
-        requests: k -> tokens of the prompt and perhaps of an unfinished response; k is (prompt_id, sample_id)
+        requests: k -> tokens of the prompt and of an unfinished response; k is (prompt_id, sample_id)
         limits: k -> largest number of tokens to sample
         temperature: 0 means greedy
         key: seeds the randomness, together with k
         version: step of the weights; a subclass must first call self.check(version)
-        top_p: sample from the fewest tokens with this probability; below 1 only in evaluation
+        top_p: sample from the fewest tokens with this probability
 
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 

@@ -296,11 +296,11 @@ def read_metrics(run: Path) -> list[dict]:
 class Tracker:
     """Sends the rows of metrics.jsonl to a service for experiment tracking, each at most once.
 
-    A file stores the run's id at the service and the next step to send. If the tracker fails, an alarm is
-    logged and training goes on without it.
+    A file stores the run's id at the service and the next step to send. A failed tracker logs an alarm, and
+    training goes on.
 
-    To support another service, write a subclass like WandbTracker, and add its name to TRACKERS and
-    configs.Tracker. A subclass defines:
+    To add a service, write a subclass like WandbTracker, and add its name to TRACKERS and configs.Tracker.
+    The subclass defines:
         start   start or continue a run with the id self.state["id"]
         send    send one row
         finish  end the run
