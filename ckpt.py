@@ -223,7 +223,7 @@ class Saver:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint."""
+        """Write this rank's files. When all ranks have written theirs, rank 0 publishes."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -247,7 +247,6 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        """Publish the checkpoint and delete old ones. Returns an error in one line, or ""."""
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -551,7 +550,6 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
 
 
 def _write_export(out, state, config, tokenizer, source, facts):
-    """Write a temporary folder, then rename it to `out`."""
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -584,7 +582,6 @@ def critic_class(config: PreTrainedConfig) -> type:
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    """Returns the content of an export's marker file. `facts`: content of state.json."""
     names = ("template", "system_prompt", "date", "stop", "extractor", "temperature", "max_prompt_len",
              "max_response_len")
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],

@@ -54,7 +54,6 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, most: int = 66) -> str:
-    """Returns `text` on one line of at most `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
 
@@ -596,7 +595,7 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that --layout names, or else DEBUG_MODE: True is "debug", as in Open-Reasoner-Zero,
+    """Returns the layout that --layout names, or else the environment variable DEBUG_MODE: True is "debug",
     False is "any"."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")

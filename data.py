@@ -117,7 +117,7 @@ class Sample:
 
     @property
     def policy_text(self) -> str:
-        r"""Returns the text that graders read: the policy's turns without the environment's texts."""
+        r"""Returns the text that graders read: the policy's turns."""
         return "\n".join(self.segments[::2])
 
     @property
@@ -349,7 +349,6 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    """Returns a hash of the problems."""
     every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
              for p in problems]
     return short_hash("".join(every).encode())
@@ -362,7 +361,7 @@ NONE: Solved = {}
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step: a function of (seed, step) and `solved`.
+    """Returns the problems whose sampling begins in this step, a function of (seed, step) and `solved`.
     Random problems replace solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
@@ -397,7 +396,6 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 
 
 def epoch_len(problems: Sequence[Problem]) -> int:
-    """Returns the number of prompts in an epoch."""
     return sum(count for count, _ in _groups(problems))
 
 

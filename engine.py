@@ -67,8 +67,6 @@ class MemoryLedger:
         self.readings[stage] = held / 2**30, self.time - before
 
     def begin(self) -> None:
-        """Delete the readings of the previous block. Take the first reading, "trainer", before the engine
-        wakes."""
         torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
@@ -89,7 +87,6 @@ class MemoryLedger:
             "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
 
     def text(self) -> str:
-        """Returns the GiB in use at the end of each stage, such as "trainer 3.1, sync 4.6"."""
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
 
 
@@ -125,7 +122,7 @@ class Engine(abc.ABC):
                  key: tuple[int, ...], version: int, top_p: float = 1.0) -> Iterator[Sample]:
         """Yields one response (a Sample) for each request, in the order in which the responses end.
 
-        requests: k -> tokens of the prompt and of an unfinished response; k is (prompt_id, sample_id)
+        requests: k -> tokens of the prompt, perhaps with an unfinished response; k is (prompt_id, sample_id)
         limits: k -> largest number of tokens to sample
         temperature: 0 means greedy
         key: seeds the randomness, together with k
@@ -214,7 +211,6 @@ class Engine(abc.ABC):
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
     def text_of(self, ids: np.ndarray) -> str:
-        """Returns the text of the response tokens `ids`, without an EOS token at the end."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())
 
