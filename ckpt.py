@@ -596,6 +596,8 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     who: policy, critic or ref
     base: the base model's folder, if it was moved"""
     check_export_path(out)
+    require(not read_mark(run), f"{run} is a checkpoint, not a run",
+            f"python ckpt.py export {run.parent.parent} {step} {out}")
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")

@@ -53,6 +53,17 @@ def printable(text: str) -> str:
     return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
 
 
+@contextlib.contextmanager
+def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
+    """Context manager that turns an error of the class `kind` into a UserError: `FOUND (the error); needed:
+    NEEDED`. The default is for readers such as json, pyarrow and tokenizers, which raise many classes."""
+    try:
+        yield
+    except kind as e:
+        reason = shorten(f"{type(e).__name__}: {e}", 200)
+        raise UserError(f"{found} ({reason}); needed: {needed}") from None
+
+
 def shorten(text: str, most: int = 66) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
@@ -268,7 +279,7 @@ class Config:
     def _check_batch(self):
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
                 f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
-                f"--pack_len {self.model_len}, or a smaller --max_prompt_len or --max_response_len")
+                f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len")
         least, most = sorted((self.policy_updates, self.critic_updates))
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
@@ -279,8 +290,7 @@ class Config:
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
                 "not shorter than a response", f"less than --max_response_len {self.max_response_len}")
         require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
-                f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens after which "
-                "complete responses are counted")
+                f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
         # Otherwise --carry would never have an unfinished response to carry.
@@ -301,7 +311,7 @@ class Config:
                     "compare the samples of a prompt, and this run does not compare them",
                     f"no --{name}, or --algo grpo with another --advantage than return_whiten")
         require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
-                "with --kl_in loss, the gradient of --kl_estimator k1 does not depend on the reference",
+                "with --kl_in loss, the gradient of --kl_estimator k1 ignores the reference",
                 "--kl_estimator k2 or k3, or --kl_in reward")
         require(not self.carry or self.mismatch != "none", f"--carry {self.carry} with --mismatch none: "
                 "nothing corrects for tokens that older weights sampled", "--mismatch token-truncate")
@@ -540,7 +550,7 @@ def differences(old: dict, new: dict) -> list[str]:
 
 def nearest(word: str, choices: Sequence[str]) -> str:
     """Returns ` (did you mean X?)` for the most similar choice X, or ""."""
-    close = difflib.get_close_matches(word, choices, 1, 0.5)
+    close = difflib.get_close_matches(word, choices, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -557,16 +567,19 @@ FOREIGN = {
     "pack_len": "micro_train_batch_size micro_rollout_batch_size per_device_train_batch_size",
     "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu micro_batch_size",
     "max_response_len": "generate_max_len max_completion_length",
-    "policy_lr (or --critic_lr)": "actor_learning_rate learning_rate lr",
-    "clip_low and --clip_high": "eps_clip clip_ratio epsilon",
+    "policy_lr (or --critic_lr)": "actor_learning_rate critic_learning_rate learning_rate lr",
+    "clip_low and --clip_high": "eps_clip clip_ratio epsilon epsilon_high",
     "kl_coef": "beta",
     "grad_clip": "max_norm max_grad_norm",
     "engine_share": "vllm_gpu_memory_utilization gpu_memory_utilization",
     "tp": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "model": "pretrain path",
+    "model": "pretrain path model_name_or_path",
     "data": "prompt_data train_files dataset_name dataset_mixer_list",
     "eval_every": "eval_interval eval_steps test_freq local_eval_every",
-    "save_every": "save_steps",
+    "save_every": "save_steps save_interval save_freq",
+    "resume": "resume_from_checkpoint",
+    "warmup_updates": "lr_warmup_ratio",
+    "ranks": "nproc_per_node num_processes gpus num_gpus n_gpus_per_node",
 }
 
 
@@ -640,23 +653,35 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
         base |= dict.fromkeys(LENGTHS, 0)
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(said), tyro_errors(f"{prog} {name}"):
             cfg = tyro.cli(kind, default=kind(**vars(PRESETS[name]) | base), args=argv,
                            prog=f"{prog} {name}", use_underscores=True)
-    except SystemExit as e:
-        text = said.getvalue()
-        if not e.code:  # --help
-            print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(text), sep="\n\n")
-            raise
-        # tyro prints the error between two lines of dashes.
-        text = " ".join(re.split("-{9,}", text)[1].split()).strip(".")
-        raise UserError(f"{text.replace('. Expected', '; needed:')}; see {prog} {name} --help") from None
+    except SystemExit:  # --help
+        print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(said.getvalue()), sep="\n\n")
+        raise
     cfg.check_length()
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
     # tools.evaluate chooses its folder itself.
     return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
+
+
+@contextlib.contextmanager
+def tyro_errors(command: str) -> Iterator[None]:
+    """Context manager around tyro.cli. Turns tyro's message about a wrong command line into a UserError."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as e:
+        if not e.code:  # --help
+            raise
+        # tyro prints the error between two lines of dashes.
+        text = re.split("[-─]{9,}", re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue()))[1]
+        found, _, needed = " ".join(text.split()).strip(".").partition(". Expected ")
+        raise UserError(
+            f"{found}; needed: {needed or 'another flag or value'}, as in {command} --help") from None
 
 
 def in_groups(text: str) -> str:
@@ -697,11 +722,13 @@ def check_trackers(cfg: Config) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file, or the folder of a run."""
+    """Raises UserError if `path` is a file, or the folder of a run, or a folder in it that is no export."""
     require(not Path(path).is_file(), f"{path} is a file",
-            "the folder of a model; data files follow --data, or the models of tools.evaluate")
-    require(not Path(path, "ckpt").is_dir(), f"{path} is the folder of a run, not of a model",
-            f"{path}/export/policy, or first: python ckpt.py export {path} last OUT")
+            "a model's folder; data files follow --data, or tools.evaluate's models")
+    run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
+    require(not run or run != Path(path) and Path(path, "config.json").is_file(),
+            f"{path} is a folder of a run, not of a model",
+            f"{run}/export/policy, or first: python ckpt.py export {run} last OUT")
 
 
 def model_folder(path: str) -> Path:
@@ -713,14 +740,18 @@ def model_folder(path: str) -> Path:
 
 
 def data_file(path: str) -> Path:
-    """Returns the path of a data file. Raises UserError if it does not exist."""
-    require(Path(path).is_file(), f"no data file {path}{' (a folder)' if Path(path).is_dir() else ''}",
-            _build(path) or "a .json, .jsonl or .parquet file that exists")
+    """Returns the path of a data file. Raises UserError if it does not exist or has another format."""
+    kind = "a folder" if Path(path).is_dir() else "another format" if Path(path).is_file() else ""
+    require(kind == "another format" and path.endswith(DATA_FILES),
+            f"no data file {path}{kind and f' ({kind})'}",
+            _build(path) or "a .json, .jsonl or .parquet file that exists, or OWNER/NAME:FILE")
     return Path(path)
 
 
 def _build(path):
-    return "python -m tools.tiny, which makes it" if path.startswith(PRESETS["tiny-ppo"].model) else ""
+    base = PRESETS["tiny-ppo"].model
+    missing = path.startswith(base) and not Path(base).is_dir()
+    return "python -m tools.tiny, which makes it" if missing else ""
 
 
 def meanings(kind: type[Config] = Config) -> dict[str, str]:
@@ -744,7 +775,7 @@ EFFECTS = (
     ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
-     "--policy_updates 2 or more, or --passes_per_step: with one update a step the ratio is 1"),
+     "--policy_updates 2 or --passes_per_step 2: with one update the ratio is 1"),
 )
 
 
@@ -763,10 +794,9 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as e:
-        raise UserError(f"can't read {file} ({e}); needed: the whole file") from None
+    """Returns the content of a JSON file; {} if there is no file. Raises UserError if it is not JSON."""
+    with explained(f"{file} can't be read", "an intact copy of it"):
+        return json.loads(file.read_bytes()) if file.is_file() else {}
 
 
 def read_jsonl(path: Path) -> list[Any]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs import Config, Say, UserError, require, short_hash, shorten, show
+from configs import Config, Say, UserError, explained, require, short_hash, show
 from dist import Layout
 from grading.rows import problem_rows, suspicious
 from reward import kind_of
@@ -260,10 +260,8 @@ def prompt_form(template: str) -> str:
         return TEMPLATES[template]
     require(os.path.isfile(template), f"no template {template!r}",
             "--template orz, plain, chat or a text file with {problem}")
-    try:
+    with explained(f"{template} can't be read", "a UTF-8 text with {problem}"):
         form = Path(template).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise UserError(f"{template} is not UTF-8; needed: a UTF-8 text with {{problem}}") from None
     require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
     return form
 
@@ -288,11 +286,8 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
     messages = [{"role": role, "content": content} for role, content in turns]
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as e:  # a chat template may raise any exception
-        why = shorten(f"{type(e).__name__}: {e}", 80)
-        raise UserError(f"the chat template refuses the row's turns ({why}); needed: other roles, or "
-                        "another --template") from None
+        with explained("the chat template refuses the row's turns", "other roles, or another --template"):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     shown = "".join(text.split())  # templates strip some spaces
@@ -310,10 +305,8 @@ def fix_date(tokenizer: Any, day: str) -> str:
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
-    try:
+    with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
-    except ValueError:
-        raise UserError(f"--date is {day}; needed: a day such as 2026-01-31") from None
     texts = "".join(f"|replace('%{c}','{date.strftime('%' + c)}')" for c in DIRECTIVES)
     tokenizer.chat_template = ("{% macro strftime_now(format) %}{{ format" + texts
                                + " }}{% endmacro %}{{ '' }}" + own)

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from configs import UserError, require, short_hash
+from configs import UserError, explained, require, short_hash
 
 T = TypeVar("T")
 Device = torch.device | str
@@ -312,7 +312,8 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 def tensors_in(folder: str) -> dict[str, Any]:
     """Returns name -> DCP's metadata of each tensor in a folder's safetensors files."""
-    return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    with explained(f"{folder}/*.safetensors can't be read", "intact copies of them"):
+        return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:

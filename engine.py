@@ -218,10 +218,8 @@ class Engine(abc.ABC):
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens. Tokenizer, model config and generation config may name different
     ones."""
-    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None)]
-    file = Path(path) / "generation_config.json"
-    if file.is_file():
-        found.append(read_json(file).get("eos_token_id"))
+    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None),
+             read_json(Path(path) / "generation_config.json").get("eos_token_id")]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     return {int(i) for ids in lists for i in ids if i is not None}
 

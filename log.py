@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dist
-from configs import Config, Say, UserError, printable, read_jsonl, replace_text, shorten
+from configs import Config, Say, explained, printable, read_json, read_jsonl, replace_text, shorten
 from data import Pack, Sample, group_by_prompt
 from grading.worker import REASONS
 from reward import repeated_ngrams
@@ -144,14 +144,11 @@ class Logger(contextlib.AbstractContextManager):
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": dict(versions)}
-        try:
+        with explained(f"can't write to {out}", "space and permission there, or another --out", OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
             for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
                 _set_aside(path, start)
-        except OSError as e:
-            raise UserError(f"can't write to {out} ({e.strerror}); needed: space and permission there, or "
-                            "another --out") from None
         rows = read_metrics(out)
         self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
@@ -309,9 +306,7 @@ class Tracker:
     def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], alarm: Say) -> None:
         self.out, self.config, self.alarm, self.failed = out, config, alarm, False
         self.file = out / f"{type(self).__name__}.json"
-        self.state = {"id": uuid.uuid4().hex, "next_step": 0}
-        if self.file.exists():
-            self.state = json.loads(self.file.read_text())
+        self.state = {"id": uuid.uuid4().hex, "next_step": 0} | read_json(self.file)
         self._attempt(self.start)
         for row in rows:
             self.step(row, [])

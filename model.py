@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, UserError, model_folder, read_json, require, short_hash
+from configs import CHUNK_BYTES, HUB_ID, explained, model_folder, read_json, require, short_hash
 from data import Pack
 from dist import Device, Weights
 
@@ -467,13 +467,9 @@ def _download(name):
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
         snapshot_download(name, local_files_only=True, **MODEL_FILES)
         return
-    try:
+    with explained(f"no folder {name}, and the model can't be downloaded from the Hub",
+                   f"hf download {name} --local-dir DIR where there is a network, then --model DIR"):
         snapshot_download(name, **MODEL_FILES)
-    except (OSError, ValueError) as e:
-        reason = str(e).strip().partition("\n")[0][:150] or type(e).__name__
-        raise UserError(f"no folder {name}, and the model can't be downloaded from the Hub "
-                        f"({reason}); needed: hf download {name} --local-dir DIR where there is a network, "
-                        "and then --model DIR") from None
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -512,7 +508,8 @@ def load_tokenizer(path: str) -> Any:
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
     load_config(path)  # only for its UserError
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -551,23 +548,30 @@ def load_critic(path: str, device: Device = "cpu",
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
-def _load(kind, path, device, shard_fn):
-    """Raises UserError if the files lack a tensor of the model (except a critic's head), or have an unknown
-    one."""
+def on_meta(kind: type, path: str) -> PackModel:
+    """Returns a Policy or Critic without memory for its weights. Raises UserError if the files' tensors are
+    not the model's. Only a critic's head may be missing, and the tensors NOT_OURS may be there."""
     with torch.device("meta"):
         model = kind(load_config(path))
-    model = shard_fn(model)
-    model.allocate(device)
+    files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
+    require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
+            "the folder of a language model, such as RUN/export/policy")
     # Not state_dict(), which lists a tied weight twice.
-    in_files, state = dist.tensors_in(path).keys(), dict(model.named_parameters())
-    if "score.weight" not in in_files:  # load_critic draws a new head
+    ours = {name: p.shape for name, p in model.named_parameters() if name in files or name != "score.weight"}
+    theirs = {name: x for name, x in files.items() if name in ours or not name.endswith(NOT_OURS)}
+    wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())
+    require(not wrong, f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
+            "a folder that save_pretrained has written")
+    return model
+
+
+def _load(kind, path, device, shard_fn):
+    """Returns a Policy or Critic with the folder's weights. Raises UserError, see `on_meta`."""
+    model = shard_fn(on_meta(kind, path))
+    model.allocate(device)
+    state = dict(model.named_parameters())
+    if "score.weight" not in dist.tensors_in(path):  # load_critic draws a new head
         state.pop("score.weight", None)
-    missing = sorted(state.keys() - in_files)
-    require(not missing, f"{path} lacks {len(missing)} tensors, for example {missing[:1]}",
-            f"weights of a {model.config.model_type} saved by save_pretrained")
-    extra = sorted(name for name in in_files - state.keys() if not name.endswith(NOT_OURS))
-    require(not extra, f"{path} has {len(extra)} tensors that a {model.config.model_type} doesn't have, for "
-            f"example {extra[:1]}", "weights and a config.json of one model")
     dist.load_files(state, path)
     return model
 

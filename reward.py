@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from configs import nearest, require, user_errors
+from configs import nearest, require, tyro_errors, user_errors
 from grading.answers import KINDS, readers
 from grading.rows import as_json, read_rows
 from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  others import them
@@ -69,7 +69,7 @@ def _term(spec, parts):
     dataset, custom = _split_custom(full) if ":" in full else ("", "")
     known = [*KINDS, *parts]
     require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
-            f"--reward {', '.join(known)}, {SPEC} or DATASET@{SPEC}")
+            f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}")
     name = custom.rpartition(":")[2] or full
     if dataset:
         name = dataset.replace("/", "-")  # a / in a metric's name starts a new level
@@ -187,7 +187,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
         print(f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
               f"ends {row['response'][-200:]!a}")
         if grade.reason == "unparsed":
-            print(f"  an answer is found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
+            print(f"  found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
     for message in grader.errors.values():
         print(f"error: {ascii(message)}")
 
@@ -195,5 +195,5 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 if __name__ == "__main__":
     import tyro  # slow, and the trainer does not need it
 
-    with user_errors("reward.py"):
+    with user_errors("reward.py"), tyro_errors("reward.py"):
         tyro.cli(dry_run)

@@ -327,7 +327,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
     if cfg.eval_every and not held_out:
         say("nothing is evaluated; for evaluations: --eval_data FILE [FILE …]")
     if cfg.prompts_per_step > len(problems):
-        say(f"each step repeats problems: --prompts_per_step {cfg.prompts_per_step} is above their number")
+        say("each step repeats problems, because --prompts_per_step is above their number")
     check_graders([problems, *held_out.values()], cfg)
     check_parts(problems, tokenizer, cfg)
     check_keep_best(cfg, list(held_out))

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import torch
 
-from configs import UserError, require
+from configs import explained, require
 from engine import Engine
 
 VERSIONS = ("0.32", "0.33")
@@ -115,11 +115,9 @@ def _import_vllm():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
         torch._dynamo.config.disable = True  # otherwise vLLM's first call on a CPU compiles for 13 s
-    try:
+    with explained("for --engine vllm, vllm can't be imported",
+                   "pip install -r requirements.txt, or --engine torch", ImportError):
         from vllm import LLM, __version__
-    except ImportError as e:
-        raise UserError(f"for --engine vllm, vllm can't be imported ({str(e).splitlines()[0][:80]}); "
-                        "needed: pip install -r requirements.txt, or --engine torch") from None
     # The point after the number accepts 0.32 and 0.32.1, but not 0.320.
     tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",

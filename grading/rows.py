@@ -36,7 +36,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from configs import UserError, data_file, require
+from configs import UserError, data_file, explained, require
 from grading.answers import KINDS, extract, grade
 
 # Fields of the problem and of the gold answer. The first that is not null is used.
@@ -98,13 +98,10 @@ def local_file(path: str) -> str:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     repo, file = match.groups()
-    try:
+    with explained(f"no file {path}, and it can't be downloaded from the Hub",
+                   f"a file that exists, or first: hf download --repo-type dataset {repo} {file}"):
         cached = try_to_load_from_cache(repo, file, repo_type="dataset")
         return cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
-    except Exception as e:  # a download can fail with many types of errors
-        raise UserError(f"no file {path}, and it can't be downloaded from the Hub "
-                        f"({type(e).__name__}); needed: a file that exists, or first: "
-                        f"hf download --repo-type dataset {repo} {file}") from None
 
 
 # --- rows
@@ -337,6 +334,7 @@ class JsonNumber:
 
 ROW = json.JSONDecoder(parse_float=JsonNumber, parse_int=JsonNumber)
 BOM = b"\xef\xbb\xbf"
+READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
@@ -357,7 +355,7 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
 def _parquet_rows(file):
     import pyarrow.parquet
 
-    with _errors_named(file):
+    with explained(f"{file} can't be read", READABLE):
         batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
@@ -367,23 +365,12 @@ def _line_rows(file):
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                with _errors_named(f"{file} row {number}"):
+                with explained(f"{file} row {number} can't be read", READABLE):
                     row = ROW.decode(line.decode())
                 yield number, row
 
 
 def _list_rows(file):
-    with _errors_named(file):
+    with explained(f"{file} can't be read", READABLE):
         rows = ROW.decode(file.read_text(encoding="utf-8-sig"))
     return enumerate(rows, 1)
-
-
-@contextlib.contextmanager
-def _errors_named(where):
-    """Context manager that turns errors into a UserError."""
-    try:
-        yield
-    except Exception as e:  # json and pyarrow raise many types of errors
-        raise UserError(f"{where} can't be read ({' '.join(str(e).split()):.200}); "
-                        "needed: JSON in UTF-8 (one object a line; in a .json file also a list), "
-                        "or an intact .parquet file; CSV is not read") from None

@@ -420,7 +420,7 @@ class Grader(AbstractContextManager):
                 now = time.monotonic()
                 if now - told > TELL:
                     told = now
-                    say(f"waits for the import of {' '.join(functions)}")
+                    say(f"waits up to {end - now:.0f} s more for the import of {' '.join(functions)}")
             if not isinstance(self.known, dict):
                 self.close()
                 found = self.known or f"{' '.join(functions)}: its import ends the process, or does not end"

@@ -8,7 +8,6 @@
     first_look      Do some of the first responses score above 0?"""
 
 import fnmatch
-import json
 import os
 import random
 import secrets
@@ -26,7 +25,21 @@ import torch
 
 import ckpt
 import dist
-from configs import GIB, NODE, Config, Say, UserError, differences, gib, nearest, require, short_hash, shorten
+from configs import (
+    GIB,
+    NODE,
+    Config,
+    Say,
+    UserError,
+    differences,
+    explained,
+    gib,
+    nearest,
+    read_json,
+    require,
+    short_hash,
+    shorten,
+)
 from data import Problem, Sample, fingerprint, fix_date
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
@@ -79,7 +92,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
     Raises UserError if the folder is in use, not writable, not empty with --resume never, or has files of the
     user that this run would overwrite."""
     folder = lock.file.parent
-    try:
+    with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         require(cfg.resume != "never" or restarted or not found,
@@ -91,9 +104,6 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
-    except OSError as e:
-        raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a writable "
-                        "folder") from None
 
 
 # A run or tools.report overwrites these only in the folder of an earlier run (`is_run`).
@@ -103,8 +113,8 @@ WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl a
 
 def is_run(folder: Path) -> bool:
     """Returns whether an earlier run has written to this folder."""
-    with suppress(OSError, ValueError):
-        if json.loads((folder / "config.json").read_text()).keys() >= {"algo", "versions"}:
+    with suppress(UserError):
+        if read_json(folder / "config.json").keys() >= {"algo", "versions"}:
             return True
     return (folder / "lock").exists() or bool(ckpt.complete(folder))
 
@@ -115,11 +125,9 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
-    try:
+    with explained(f"can't write to {folder}", needed, OSError):
         probe.touch()
         probe.unlink()
-    except OSError as e:
-        raise UserError(f"can't write to {folder} ({e.strerror}); needed: {needed}") from None
 
 
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
@@ -347,8 +355,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     require(cfg.go or cut <= total / 2,
             f"{cut} of the first {total} responses were cut at "
             f"--max_response_len {cfg.max_response_len} and score 0",
-            "a larger --max_response_len, a --template or --stop that lets responses end, or --go to train "
-            "anyway")
+            "a larger --max_response_len, a --template or --stop that ends responses, or "
+            "--go to train anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
     scored = any(dist.gather(any(s.reward for s in samples))) or not any(t.weight for t in terms_of(cfg))
     first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""

@@ -13,10 +13,16 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
+import tyro
 from conftest import ROOT, run_ranks
+from safetensors.torch import load_file, save_file
 
-from configs import UserError, check_paths, parse
+import ckpt
+import reward
+from configs import UserError, check_paths, parse, tyro_errors
 from engines import vllm_engine
+from tools import report
 
 # Mistake -> (arguments of train.py, part of the error), found before the import of torch.
 AT_ONCE = {
@@ -25,9 +31,12 @@ AT_ONCE = {
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
-    "a word for a number": ("orz-7b --steps ten", "--steps"),
+    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: another flag or value, as in train.py orz"),
     "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
+    "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: "),
+    "a launcher's flag": ("orz-7b --nproc_per_node 8", "no flag --nproc_per_node: --ranks does that; needed"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another flag or value, as in train"),
     "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
     "a choice": ("orz-7b --lr_decay cosin", "'--lr_decay'; needed: one of ('constant', 'linear', 'cosine')"),
     "a layout's name": ("orz-7b --layout prod", "argument '--layout'; needed: one of ('any', 'debug', 'prod"),
@@ -67,8 +76,10 @@ AT_ONCE = {
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
                                   "no data file aime.json; needed: "),
-    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: the"),
+    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: a m"),
     "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: ran/export/policy, or"),
+    "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export ran last OUT"),
+    "a compressed data file": ("orz-7b --model MODEL --data rows.gz", "rows.gz (another format); needed: "),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
@@ -80,11 +91,17 @@ ON_RANKS = {
     "no vllm": ("--engine vllm", "vllm can't be imported"),
     "no GPU": ("--device cuda", "0 GPUs on "),
     "a model without tokenizer": ("--model bare", "has no tokenizer; needed: "),
+    "a cut tokenizer": ("--model no_words", "the tokenizer in no_words can't be read (JSONDecodeError: "),
+    "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),
+    "weights of another shape": ("--model wide", "config.json and weights of wide differ in model."),
+    "a critic as policy": ("--model critic", "critic is a critic, not a policy; needed: "),
+    "a slice of a file": ("--data rows.jsonl:9", "no data file rows.jsonl:9; needed: a .json, .jsonl or"),
+    "rewards without spaces": ("--reward math,format", "needed: --reward with some of, and spaces between"),
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
     "a family": ("--model mamba", "mamba"),
     "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
     "a folder without a model": ("--model nothing", "config.json"),
-    "a download that ended early": ("--model half", "can't read half/config.json ("),
+    "a download that ended early": ("--model half", "half/config.json can't be read ("),
     "no data": ("--data", "data"),
     "an empty data file": ("--data empty.jsonl", "empty.jsonl"),
     "rows without answers": ("--data unanswered.jsonl",
@@ -122,19 +139,23 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the files and models of AT_ONCE and ON_RANKS."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
+    files = {"rows.jsonl": row, "rows.gz": "", "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
              "broken.jsonl": row + "{'prompt': '1+2='}\n",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n', "bare.txt": "Solve this.",
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n',
              "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}
     for name, text in files.items():
         (path / name).write_text(text)
-    without = {"bare": "tokenizer*", "pickled": "*.safetensors", "mamba": "", "half": "", "nothing": "*"}
-    for name, pattern in without.items():
-        shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(pattern))
+    without = {"bare": "tokenizer*", "pickled": "*.safetensors", "nothing": "*"}
+    for name in (*without, "mamba", "half", "wide", "no_words", "cut", "critic"):
+        shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(without.get(name, "")))
     config = json.loads((path / "mamba" / "config.json").read_text())
-    (path / "mamba" / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-    (path / "half" / "config.json").write_text(json.dumps(config)[:99])
+    for name, change in ("mamba", {"model_type": "mamba"}), ("wide", {"intermediate_size": 96}):
+        (path / name / "config.json").write_text(json.dumps(config | change))
+    for file in ("half/config.json", "no_words/tokenizer.json", "cut/model.safetensors"):
+        (path / file).write_bytes((path / file).read_bytes()[:-99])
+    save_file(load_file(f"{tiny}/model.safetensors") | {"score.weight": torch.ones(1, config["hidden_size"])},
+              path / "critic" / "model.safetensors")
     for name in ("ran/ckpt", "dir.json"):
         (path / name).mkdir(parents=True)
     (path / "full").mkdir()
@@ -149,6 +170,23 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     with pytest.raises(UserError) as e:
         check_paths(parse(shlex.split(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)))))
     assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
+
+
+def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path):
+    run = tmp_path / "run"
+    (run / "ckpt/step_000002").mkdir(parents=True)
+    (run / "ckpt/step_000002/COMPLETE").write_text('{"state.json": {}}')
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    (run / "config.json").write_text('{"algo')
+    with pytest.raises(UserError, match=f"not a run; needed: python ckpt.py export {run} 2 "):
+        ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
+    with pytest.raises(UserError, match="options: b.json; needed: .* reward.py --help$"):
+        with tyro_errors("reward.py"):
+            tyro.cli(reward.dry_run, args=["a.json", "b.json"])
+    for more, words in ([], "config.json can't be read ("), (["--out", f"{run}"], f"can't write {run} ("):
+        with pytest.raises(SystemExit, match=re.escape(words)):
+            report.main([str(run), *more])
+        (run / "config.json").unlink(missing_ok=True)
 
 
 def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_imported(folder):

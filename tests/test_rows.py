@@ -340,7 +340,7 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
     cfg = replace(CFG, template=str(template))
     assert tokenizer.decode(list(load(path, tokenizer, cfg)[0].ids)) == "Q: 1+1=\nA:"
     template.write_bytes(b"Q: {problem} \xe9")
-    with pytest.raises(UserError, match=r"t.txt is not UTF-8; needed: a UTF-8 text with \{problem\}") as e:
+    with pytest.raises(UserError, match=r"t.txt can't be read .*; needed: a UTF-8 text with \{") as e:
         load(path, tokenizer, cfg)
     assert "\n" not in str(e.value)
 

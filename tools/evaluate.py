@@ -27,9 +27,9 @@ from configs import (
     DATA_FILES,
     Config,
     Say,
-    UserError,
     check_model,
     differences,
+    explained,
     given_flags,
     meanings,
     parse,
@@ -43,7 +43,7 @@ from engine import Engine
 from grading.worker import Grader
 from guard.start import check_gold, with_date
 from guard.watch import watch
-from model import files_weights, folder_fingerprint, load_tokenizer, resolve
+from model import Policy, files_weights, folder_fingerprint, load_tokenizer, on_meta, resolve
 from rollout import (
     Scores,
     Sets,
@@ -212,8 +212,7 @@ def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
     """Returns the settings of the models' training (torz.json) that an evaluation uses, without the fields
     `given`. Raises UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
-    for file in filter(Path.is_file, (Path(model, MARKER) for model in models)):
-        facts = read_json(file)
+    for facts in filter(None, (read_json(Path(model, MARKER)) for model in models)):
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in given}
         other = differences(found, ours)
@@ -238,8 +237,8 @@ def check_reward(cfg: Config) -> None:
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
-            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader, which has no effect "
-            "in evaluation", "one grader for each row")
+            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
+            "one grader for each row, because the others have no effect in evaluation")
 
 
 # --- results
@@ -266,11 +265,8 @@ def result_folder(cfg: Config, models: int) -> Path:
 def make_folders(folders: Sequence[Path]) -> None:
     """Make the result folders. Raises UserError for a folder that can't be made."""
     for folder in folders:
-        try:
+        with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"can't write to {folder} ({e.strerror}); needed: --out with a folder that can "
-                            "be written to") from None
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +283,7 @@ class Candidate:
 def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
     path = resolve(cfg.model)
+    on_meta(Policy, path)  # only for its UserError
     tokenizer = load_tokenizer(path)
     cfg = with_date(cfg, tokenizer, "", say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))

@@ -128,12 +128,12 @@ def shape_of(config: dict, name: str) -> Shape:
 def read_shape(path: str) -> Shape:
     """Returns the Shape of the model in folder `path`. Without a config.json, returns the Shape in KNOWN
     whose name is in `path`. Raises UserError if there is none."""
-    file = Path(path) / "config.json"
+    config = read_json(Path(path) / "config.json")
     known = [shape for shape in KNOWN.values() if shape.name in path]
-    if known and not file.is_file():
+    if known and not config:
         return known[0]
-    require(file.is_file(), f"no {file}", "--model with a Hugging Face model folder")
-    return shape_of(read_json(file), path)
+    require(config != {}, f"no {path}/config.json", "--model with a Hugging Face model folder")
+    return shape_of(config, path)
 
 
 def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:

@@ -9,7 +9,6 @@ runs, and a band from the lowest to the highest run.
 
 import argparse
 import base64
-import json
 import re
 from collections.abc import Sequence
 from html import escape
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import UserError, read_jsonl, require, shorten, show, user_errors
+from configs import explained, read_json, read_jsonl, require, shorten, show, user_errors
 from log import NAN, read_metrics
 from tools.plan import as_text
 
@@ -35,13 +34,9 @@ def _values(runs, key):
     return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
 
 
-def _read_json(path):
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
 def _flags(run):
     """Returns the flags of a run without `seed` and `out`; {} if there is no config.json."""
-    return {f"--{name}": str(value) for name, value in _read_json(run / "config.json").items()
+    return {f"--{name}": str(value) for name, value in read_json(run / "config.json").items()
             if name not in ("seed", "out")}
 
 
@@ -115,7 +110,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
         figure.suptitle(*data)
     else:  # all panels have the same lines
         figure.legend(handles=axis.lines, loc="outside upper left")
-    figure.savefig(to)
+    figure.savefig(to, format=to.suffix[1:])
 
 
 # --- text
@@ -124,7 +119,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 def facts(runs: Sequence[Path]) -> dict[str, str]:
     """Returns the summary of a recipe's runs, name -> text. Values are means over the runs. ± is the standard
     error over the runs, or, for a single run, over its problems."""
-    data, configs = [read_metrics(run) for run in runs], [_read_json(run / "config.json") for run in runs]
+    data, configs = [read_metrics(run) for run in runs], [read_json(run / "config.json") for run in runs]
     config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
     times = np.nanmean(_values(data, "time/step")[1], 0)
     found = {
@@ -234,7 +229,7 @@ def write_report(run: Path) -> None:
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl")]
-    plan = "\n".join(as_text(_read_json(run / "plan.json")))
+    plan = "\n".join(as_text(read_json(run / "plan.json")))
     last = dict(chain(*map(dict.items, read_metrics(run))))  # metric -> its last value
     sections = {
         "Summary (± standard error)": _table(facts([run]).items()),
@@ -244,7 +239,7 @@ def write_report(run: Path) -> None:
         "Answers to held-out problems": _samples(run, "eval"),
         "Numbers": _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items()))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
-        + _fold("Configuration", _table(_read_json(run / "config.json").items()))}
+        + _fold("Configuration", _table(read_json(run / "config.json").items()))}
     page = PAGE.replace("$title", escape(run.resolve().name)) + "".join(
         f"<h2>{title}</h2>{html}" for title, html in sections.items() if html)
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
@@ -262,16 +257,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in args.runs:
             require(bool(read_metrics(run)), f"no metrics in {run}/metrics.jsonl",
                     "the folder of a run that has logged a step (train.py's --out)")
+            if not (run / "metrics.jsonl").read_bytes().endswith(b"\n"):
+                show(f"!! the last row of {run}/metrics.jsonl is cut, and is left out")
         if len(args.runs) == 1 and not args.out:
             write_report(*args.runs)
             show(story(*args.runs))
             return
         to = args.out or Path("compare.png")
-        try:
+        # ValueError: the suffix of --out is no type of picture
+        with explained(f"can't write {to}", "--out with a .png, .pdf or .svg file in a folder that exists",
+                       (OSError, ValueError)):
             plot(args.runs, to)
-        except (OSError, ValueError) as e:  # --out can't be written, or its suffix is no type of picture
-            raise UserError(f"can't write {to} ({e}); "
-                            "needed: --out with a .png, .pdf or .svg file in a folder that exists") from None
         show(f"{compare(args.runs)}\n\nplot  {to}")
 
 

@@ -122,8 +122,7 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 def build_task(task: Task, out: str, seed: int = 0) -> str:
     """As `build`, for any task. Raises UserError if the folder has other content."""
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
-    file = path / "tiny.json"
-    if file.is_file() and config.items() <= read_json(file).items():
+    if config.items() <= read_json(path / "tiny.json").items():
         return str(path)
     require(not path.exists(), f"{path} exists and is not the base model of {config}",
             "another folder, or this one removed")
