@@ -58,6 +58,20 @@ def test_every_cell_runs_and_the_policy_learns(base):
     assert len(seen["lines"]) == 6 and all(seen["lines"])
 
 
+def test_the_example_of_the_docs_makes_a_step_on_the_policys_loss(base, tmp_path, monkeypatch):
+    """docs/faq.md. With one update, the ratio is 1, so the loss is minus the mean advantage of the tokens."""
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs/faq.md").read_text(), re.DOTALL)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/tiny-base-0").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(code, names)
+    p, loss = names["p"], names["loss"].detach()
+    torch.testing.assert_close(loss, -p.advantages[p.loss_tokens].mean())
+    grads = [x.grad for x in names["policy"].parameters()]
+    assert loss != 0 and len(names["samples"]) == 32 and all(g.isfinite().all() and g.any() for g in grads)
+
+
 def test_the_file_is_a_valid_notebook():
     book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
