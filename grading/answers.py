@@ -903,14 +903,15 @@ def _calculations(text):
 
     # \frac{84}{2} is found in the text, because the parser already makes 42 of it.
     found = _variables(text) | {
-        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}", text) if not _number(match[0])}
+        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", text)
+        if not _number(match[0])}
     for node in _parse(text).find(Expr):
         value = node.doit() if node.is_Add or node.is_number else node
         if len(Add.make_args(value)) < len(flatten([node], cls=Add)):
             found.add("sum")  # 2x+3x: its value has fewer terms
         plain = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
             node.base == 10 or node.exp == -1 and node.base.is_integer)
-        if not plain and (value.is_rational or value.is_number and value.has(I)):
+        if not plain and (value.is_rational or value.is_number and node.has(I)):
             found.add("power")  # also a factorial
         numbers = [f for f in flatten([node], cls=Mul) if f not in (1, -1) and not (f.is_Pow and f.base == 10)
                    and (f.is_rational or f.is_number and f.has(I) and f != I)]

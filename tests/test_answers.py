@@ -135,7 +135,8 @@ a=1, b=2 ~~ (b,a)=(1,2)
 3x^2 ~~ \sqrt[3]{27}x^2 ~ 3!\frac{x^2}{2}
 82x ~~ 37x+\frac{45x^2}{x} ~ 82x+0
 6x+2^x ~~ 2\cdot3x+2^x
-\ln3 ~ \frac12\ln9 ~~ \ln12-\ln4 ~ \ln6-\ln 2
+\sqrt{13} ~~ |2+3i| ~ \sqrt{26/2}
+\ln3 ~ \frac12\ln9 ~~ \ln12-\ln4 ~ \ln6-\ln 2 ~ \ln(6/2)
 \ln\frac32 ~ \ln3-\ln2 ~ \ln 1.5 ~~ \ln6-\ln2-\ln2
 \log_2 3 ~ \frac{\ln3}{\ln2}
 5 ~ \sigma^2=5 ~ E[X]=5 ~ A^{-1}=5 ~~ not=5 ~ x^{-1}=5 ~ x^2=5
