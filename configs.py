@@ -740,12 +740,11 @@ def model_folder(path: str) -> Path:
 
 
 def data_file(path: str) -> Path:
-    """Returns the path of a data file. Raises UserError if it does not exist or has another format."""
-    kind = "a folder" if Path(path).is_dir() else "another format" if Path(path).is_file() else ""
-    require(kind == "another format" and path.endswith(DATA_FILES),
-            f"no data file {path}{kind and f' ({kind})'}",
+    """Returns the path of a data file. Raises UserError if it is no file or has another format."""
+    file = Path(path)
+    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}",
             _build(path) or "a .json, .jsonl or .parquet file that exists, or OWNER/NAME:FILE")
-    return Path(path)
+    return file
 
 
 def _build(path):

@@ -177,7 +177,7 @@ def extract(text: str, extractor: str = "orz") -> str | None:
 
 def readers(text: str) -> list[str]:
     """Returns the names of the extractors that find an answer in a response."""
-    return [name for name in EXTRACTORS if extract(text, name) is not None]
+    return [name for name in EXTRACTORS if extract(text, name)]
 
 
 # --- normalise: gives equal things one spelling, and puts words into quotes: 5 "meters"
@@ -193,7 +193,7 @@ PAIRS = r"""
     \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
-    or ; and , to "to" percent \% infinity \infty
+    or ; and , to "to" percent \% percents \% infinity \infty
     mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
@@ -209,7 +209,7 @@ TOKEN = re.compile(r"""
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
   | \\\\|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
-  | (?P<word>[A-Za-z]+)
+  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b)[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
@@ -231,7 +231,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'^\(?"?([A-Z])"?[).] (?=[\d\\$-])(.+)', r'\2 "choices \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
-    (r'"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+    (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
     (r"(\d)\{,\}(?=\d{3})", r"\1"),
     (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
      r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
@@ -244,7 +244,6 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
     (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
     (r"(?<=[\w})])\+[ckK]$", "+C"),  # constant of integration
-    (r"^([^=A-Za-z]+)=([A-Za-z])$", r"\2=\1"),  # 5=x
     (r"[,;]+([,;])", r"\1"),
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
@@ -256,22 +255,24 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
     (r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))", r"\1=\2,"),  # x=y=2
     (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
+    (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
-    (r'(?<=[^,;( ])(?:[,;(]| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
+    (r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
      r" ?[a-z](?:,[a-z])*"
-     r'(?:\\in ?\\mathbb\{[A-Z]\}| ?"?(?:is )?an "?integer"?)\)?$', ""),  # a condition such as k\in\mathbb{Z}
+     r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
+     r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
-    (r"(?<=\d)[+-]0i$|^0\+(?=\d*i$)", ""),
+    (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
     (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
-    (r"^\|(\w)\|(>|\\ge ?)(\w+)$", r"\1\2\3;-\3\2 \1"),
-    (r"^\|(\w)\|(<|\\le ?)(\w+)$", r"-\3\2 \1\2\3"),
+    (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
+    (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|negative|minus|half|twice|double)\b)'
      r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
@@ -357,7 +358,7 @@ class Reading(NamedTuple):
 UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
     in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
     ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
-    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; mph;
+    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; yuan; mph;
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
@@ -382,15 +383,15 @@ BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}|"[^"]*")
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'?(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
-    (?:\([^()]*\)|\[[A-Z]\])?
-  | \|[a-z]\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
-NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})?", re.VERBOSE)  # also the ratio AB:CD
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}|"[^"]*")
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
+    (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
+  | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
+NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(r"(?!not)[A-Za-z](?:[-+*/]?[A-Za-z])+")  # a problem may ask for m+n
+TOTAL = re.compile(r"(?!not)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # a problem may ask for m+n
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
@@ -400,7 +401,7 @@ SEPARATORS = {name: re.compile(f"(?P<separator>{pattern})|{BRACKET}") for name, 
     "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
     "row": r"\\\\", "cell": "&", "closed": r"(?<=[)\]}])(?!$)",
 }.items()}
-ARTICLE = re.compile(r"\b(?:an?|the) (?=[a-z]{2})")
+ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
@@ -484,7 +485,7 @@ def _read_named(text, depth):
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
         return Reading("named", text, (name, read(text[len(parts[0] + found[0]):].strip(), depth)))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
-    exact = found.index(r"\approx") if r"\approx" in found else len(found)
+    exact = [*found, r"\approx"].index(r"\approx")
     reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
     if set(found) <= {"=", r"\approx"} and symbols <= {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\approx"}:
         return Reading("chain", text, (reading, parts[:exact], parts[exact + 1:]))
@@ -643,7 +644,8 @@ def _number(text):
 # repeating the problem. If the gold answer is a number, the expression 3+4 is wrong. What an answer
 # may contain:
 #
-#     fraction of integers        always: 6/8, but not 84/2, because its value is an integer
+#     fraction of integers        always: 6/8, but not 84/2, because its value is an integer. Nor a ratio of
+#                                 roots such as \frac{\sqrt{30}}{\sqrt3}
 #     sum of like terms           if the gold answer has one, too: 2\pi+3\pi does not equal 5\pi
 #     product of numbers          if the gold answer has one, or a power: 2\cdot2^{2023} equals 2^{2024}
 #     power or factorial          if the gold answer has one: 2^3x does not equal 8x. Also in an equation with
@@ -656,7 +658,7 @@ def _number(text):
 # If the gold answer has a variable, the last two lines of OPERATIONS do not apply. A pattern that ends with
 # .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
-    r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det)(?![a-z])|\\frac\{(?:d|\\partial)).*",
+    r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
@@ -686,11 +688,10 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
     Raises UserError for an unknown kind, and ValueError for a gold answer that can't be parsed. math-verify
     may raise further errors.
     """
-    equal = quick_grade(answer, gold, kind)
-    return bool(_same(read(normalise(answer)), read(normalise(gold)), math_equal)) if equal is None else equal
+    return bool(quick_grade(answer, gold, kind, math_equal))
 
 
-def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
+def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
     """Returns what `grade` returns, without math-verify; None if only math-verify can decide. Raises
     UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
@@ -701,7 +702,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math") -> bool | None:
         return (letter := _letter(gold)) is not None and _letter(answer) == letter
     if answer == gold or kind == "exact":
         return answer == gold
-    return _same(read(normalise(answer)), read(normalise(gold)), lambda *_: None)
+    return _same(read(normalise(answer)), read(normalise(gold)), prove)
 
 
 def _letter(text):
@@ -899,23 +900,25 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 def _calculations(text):
     """Returns the kinds of calculations that the text leaves undone ("sum", "product", "power") and the
     text's variables, in one set. math-verify's parser reads X as x, so `math_equal` compares variables."""
-    from sympy import Add, Expr, I, Mul, flatten
+    from sympy import Add, Expr, I, Mul, denom, flatten, numer
 
     # \frac{84}{2} is found in the text, because the parser already makes 42 of it.
+    ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} is \frac{30}{3}
     found = _variables(text) | {
-        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", text)
+        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", ratios)
         if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        value = node.doit() if node.is_Add or node.is_number else node
+        value = node.doit()
         if len(Add.make_args(value)) < len(flatten([node], cls=Add)):
             found.add("sum")  # 2x+3x: its value has fewer terms
         plain = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
             node.base == 10 or node.exp == -1 and node.base.is_integer)
         if not plain and (value.is_rational or value.is_number and node.has(I)):
             found.add("power")  # also a factorial
-        numbers = [f for f in flatten([node], cls=Mul) if f not in (1, -1) and not (f.is_Pow and f.base == 10)
-                   and (f.is_rational or f.is_number and f.has(I) and f != I)]
-        fraction = any(f.is_rational and not f.is_integer for f in numbers)
-        if len(numbers) > 1 and (Mul(*numbers).is_integer or len(numbers) > 1 + fraction):
+        numbers = [f for f in flatten([node], cls=Mul) if not (f.is_Pow and f.base == 10) and (
+            f.is_rational or f.is_number and f.has(I) and f != I)]
+        # 3\pi/2 has one numerator and one denominator other than 1 and -1
+        tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
+        if len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
             found.add("product")
     return found

@@ -313,6 +313,24 @@ $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
+\frac{\sqrt3}{4} ~ \sqrt3/4 ~ 0.25\sqrt3 ~~ \frac12\cdot\frac{\sqrt3}{2} ~ \frac{\sqrt{15}}{4\sqrt5}\cdot1
+\frac{10\pi}{3} ~ \frac{20\pi}{6} ~ \frac{10}{3}\pi ~~ \frac23\cdot5\pi ~ \frac12\cdot\frac{20}{3}\pi
+\sqrt{10} ~ \frac{10}{\sqrt{10}} ~~ \frac{\sqrt{30}}{\sqrt3} ~ \sqrt{30}/\sqrt3
+2\sqrt2 ~ \frac{4}{\sqrt2} ~~ \frac{4\sqrt6}{2\sqrt3} ~ \max(2\sqrt2,1) ~ \min(2\sqrt2,3)
+\log_25 ~ \ln5/\ln2 ~~ \ln2/\ln5
+n(2n+1) ~ n(2 n+1) ~ 2 n^2+n ~~ n(2n-1)
+\frac12gt^2 ~ \frac{1}{2} g t^2 ~ 0.5 g t^2 ~~ \frac12gt
+2s+t ~ 2 s + t ~ t+2s ~~ 2s
+2k\pi ~ 2k\pi, k\in\mathbb Z ~ 2k\pi, k\in Z ~ 2k\pi\quad k\in\mathbb{Z} ~ 2k\pi, k\text{ an integer} ~~ k\pi
+13 ~ f''(1)=13 ~ f(f(2))=13 ~ |z_1|=13 ~ |a+b|=13 ~ a^2+b^2=13 ~ x_1+x_2=13 ~ \cos2\theta=13 ~~ x^2=13 ~ x+3
+x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
+(-\sqrt2,\sqrt2) ~ |x|<\sqrt2 ~~ |x|\le\sqrt2
+3:4:5 ~ a:b:c=3:4:5 ~~ a:b:c=4:3:5
+-i ~ 0-i ~~ 0+i
+8\% ~ 8 percents ~~ 8
+300 ~ 300 yuan ~~ 300\text{ million yuan}
+\text{no solution} ~ There is no solution ~ There are no solutions ~~ There is one solution
+(-\infty,\infty) ~ \text{All real numbers} ~~ \text{All positive numbers}
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 """)
 

@@ -72,14 +72,14 @@ AT_ONCE = {
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",
                                       "needed: at most --round_len 47"),
     "a model's path": ("orz-7b --model ./Qwen --data rows.jsonl", "no model folder './Qwen'; needed: "),
-    "a folder as data": ("orz-7b --model MODEL --data dir.json", "no data file dir.json (a folder); needed"),
+    "a folder as data": ("orz-7b --model MODEL --data dir.json", "no data file dir.json; needed"),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data aime.json",
                                   "no data file aime.json; needed: "),
     "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: a m"),
     "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: ran/export/policy, or"),
     "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export ran last OUT"),
-    "a compressed data file": ("orz-7b --model MODEL --data rows.gz", "rows.gz (another format); needed: "),
+    "a compressed data file": ("orz-7b --model MODEL --data rows.gz", "no data file rows.gz; needed: "),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
