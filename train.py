@@ -352,7 +352,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer. Checkpoints save the state of any optimizer."""
+    """Returns a new optimizer. Checkpoints save the tensors in its state."""
     # On a CPU, AdamW without fused=True is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
