@@ -85,6 +85,7 @@ def user_errors(prog: str) -> Iterator[None]:
     except UserError as e:
         line = printable(f"{prog}: {e}")
         tell_torchrun(line)
+        # train.py that starts its own ranks (TORZ_LAUNCHED) prints the line itself.
         silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
         sys.exit(1 if silent else line)
     except KeyboardInterrupt:  # a traceback would hide the last messages

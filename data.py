@@ -320,12 +320,13 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template that makes the same prompts as in training, or "" if that is not
     possible.
 
-    form: the text of --template, with a place for one problem only; "" for the chat template"""
+    form: the text of --template, with a place for one problem only; "" for `--template chat`"""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
             return own
         first = _as_jinja({"role": "system", "content": system_prompt})
+        # {{ '' }} keeps a line break at the start of `own`, which Jinja would drop after a block's end.
         return ("{% if messages[0]['role'] != 'system' %}{% set messages = [" + first
                 + "] + messages %}{% endif %}{{ '' }}" + own)
     start = "".join(tokenizer.convert_ids_to_tokens(tokenizer("").input_ids))  # BOS if the tokenizer adds it
@@ -467,6 +468,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     All ranks wait for the slowest k-th pack, so the k-th packs get about the same cost. Samples of one prompt
     are packed together, because a pack computes their prompt once."""
     total = int(lengths[samples].sum())
+    # A unit is a list of samples that stay together. Small units (1/8 of a pack) can still be balanced.
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
     cost = np.array([work[unit].sum() for unit in units])
@@ -475,7 +477,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
         packs += 1
     # The k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
-    indices = [[i for unit in b for i in units[unit]] for b in bins]
+    indices = [[i for u in b for i in units[u]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
@@ -543,11 +545,12 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     sampled = of_tokens([s.is_sampled for s in samples])
     mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
     fresh = mask if step is None else mask & (of_tokens([s.token_versions for s in samples]) == step)
+    # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
     advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled
     prompt_share = np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths)
     rewards = np.zeros(ends[-1], np.float32)
     rewards[ends - 1] = [s.score for s in samples]
-    unique, inverse = unique_prefixes(segments)
+    unique, inverse = unique_prefixes(segments)  # a prompt that several samples share is computed once
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,

@@ -405,7 +405,8 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
 def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys: index of each of `samples` among the step's samples of all ranks"""
+    keys: index of each of `samples` among the step's samples of all ranks
+    layout[minibatch][rank][pack]: the indices of a pack's samples"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]

@@ -324,11 +324,12 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal.
+    # At temperature 0, all samples of a prompt are equal. With --carry, `problems` also has the problems of
+    # carried samples, which get no new ones.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
-    old = dist.gather_all(trajectories.open) if carries else ()
-    home = deal([*new, *old], engine)
+    old = dist.gather_all(trajectories.open) if carries else ()  # keys of all ranks
+    home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
     # After a resume, move carried trajectories to the ranks of the uninterrupted run.
     if carries:
@@ -337,7 +338,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     if any(dist.gather(chosen is None)):
         return [], []
     graded = trajectories.grades()
-    samples = [s for s in graded if s.key in chosen]
+    samples = [s for s in graded if s.key in chosen]  # `chosen` has the keys that this step trains on
     left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
     if not temperature:
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]

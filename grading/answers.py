@@ -409,7 +409,7 @@ RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 def _split(text, name):
     """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns 1. the parts,
-    2. the separators."""
+    2. the separators: `1,(2,3)` gives ["1", "(2,3)"], [","]."""
     parts, found, depth, start = [], [], 0, 0
     for match in SEPARATORS[name].finditer(text):
         if match["separator"] is not None:
@@ -435,6 +435,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
+    r"""Returns the Reading of parts with `;` or else `,` between them, or of 1\pm2. None for any other text.
+    Several names or bounds make one Reading: "x=1; x=2", "x<1; x>2"."""
     parts, found = _split(text, "group")
     if not found:
         parts, found = _split(text, "list")

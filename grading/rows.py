@@ -239,7 +239,7 @@ def _answer(fields, where):
     _, marked, last = text.rpartition("####")  # GSM8K
     if marked and "\n" not in last.strip():
         return last.strip()
-    if _first(fields, *ANSWER) is fields.get("solution"):
+    if _first(fields, *ANSWER) is fields.get("solution"):  # the gold answer is the field `solution`
         # In TRL's format, `solution` may be the answer alone. A text of four words is a worked solution.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
@@ -247,6 +247,7 @@ def _answer(fields, where):
 
 
 def _form(text):
+    """Returns where a gold answer's text has the answer itself."""
     return ("a box" if "\\boxed" in text or "\\fbox" in text else
             "####" if "####" in text else "the whole text")
 

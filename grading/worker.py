@@ -169,7 +169,7 @@ def _modules_beside(spec):
     """Context manager in which a user's file ("FILE.py:FUNCTION") can import modules from its own folder.
     Outside, these modules are kept in `_modules`: another user's file may have modules of the same names."""
     folder = os.path.dirname(spec)
-    before = set(sys.modules)
+    before = set(sys.modules)  # without the modules of `_modules`, so that `finally` takes them out, too
     sys.path.insert(0, folder)
     sys.modules.update(_modules.get(folder, {}))
     try:

@@ -274,6 +274,7 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 def _update_instants(case, name, kept):
     """Returns the memory (Usage) at the five instants of an update that may need the most."""
+    # b: bytes of a number in the weights' dtype; d: the hidden size
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered until the end of the backward pass.
@@ -282,9 +283,9 @@ def _update_instants(case, name, kept):
     head = d * max(words, 1)
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
-    activations, again = _per_token(case, shape, kept.recompute)
-    activations = T * (activations + 2 * b * d)
-    # Weights that stay gathered until the backward pass.
+    per_token, again = _per_token(case, shape, kept.recompute)
+    activations = T * (per_token + 2 * b * d)
+    # Weights that stay gathered until the backward pass, see Kept.reshard.
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
@@ -585,7 +586,7 @@ def plan_of(case: Case) -> Plan:
     cfg, peaks = case.cfg, {}
     for phase, usage in memory(case):  # keeps, for each phase, the instant with the largest total
         usage = {item: n / GIB for item, n in usage.items()}
-        peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda usage: usage["total"])
+        peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda u: u["total"])
     needs = host_need(case) | disk(cfg, **case.params)
     steps, samples = case.steps, cfg.samples_per_step
     plan = {
