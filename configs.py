@@ -580,6 +580,7 @@ FOREIGN = {
     "save_every": "save_steps save_interval save_freq",
     "resume": "resume_from_checkpoint",
     "warmup_updates": "lr_warmup_ratio",
+    "dtype": "bf16 fp16 torch_dtype",
     "ranks": "nproc_per_node num_processes gpus num_gpus n_gpus_per_node",
 }
 

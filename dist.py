@@ -70,7 +70,7 @@ def launch(ranks: int) -> int | str:
         if failure.exitcode < 0:
             by = f"{failure.signal_name()} (the cause may be a lack of host memory)"
         return (f"train.py: rank {rank} ended with {by}; "
-                "needed: the same command, which continues from the last checkpoint")
+                "needed: the same command, which resumes if there is a checkpoint")
     return 0
 
 

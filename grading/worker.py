@@ -610,7 +610,7 @@ class Grader(AbstractContextManager):
                 if self._late >= max(LATE, 2 * self.known[request[1]][2]):
                     self.failure = (f"{request[1]} timed out or ended its process "
                                     f"{self._late} times in a row; needed: a function "
-                                    "that returns in time, a larger --grade_deadline, "
+                                    "that returns in time and ends no process, a larger --grade_deadline, "
                                     "or `seconds = …` in its file")
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)

@@ -148,9 +148,9 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
     """Returns two dicts of facts about what the run reads. When a run resumes, the first must be the same.
     Changes of the second are printed."""
     files, config = grader.files, vars(cfg)
-    read = {"--data or --template": fingerprint(problems), "--env": files.get(grader.env),
-            "--reward": [vars(term) | {"custom": files.get(grader.customs.get(term.custom))}
-                         for term in terms_of(cfg)]}
+    read = {"problems (--data, --template, --reward)": fingerprint(problems), "--env": files.get(grader.env),
+            "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
+                         for t in terms_of(cfg)]}
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
         if used:
             read |= ckpt.model_facts(ckpt.source_of(who, config), tokenizer, who)

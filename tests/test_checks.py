@@ -45,7 +45,10 @@ def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")
 
 
-@pytest.mark.parametrize("differs", ["--data or --template", "--model", "--eval_data train"])
+PROBLEMS = "problems (--data, --template, --reward)"
+
+
+@pytest.mark.parametrize("differs", [PROBLEMS, "--model", "--eval_data train"])
 def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     """Rank 1's host lacks one problem, or has one changed weight."""
     here, there = tmp_path / "here", tmp_path / "there"
@@ -54,7 +57,7 @@ def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
     copy = there / ("model.safetensors" if differs == "--model" else "train.jsonl")
     data = copy.read_bytes()
     copy.write_bytes(data[:-9] + b"x" + data[-8:] if differs == "--model" else data[:data[:-1].rindex(b"\n")])
-    changes = {"--data or --template": dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=str(here)),
+    changes = {PROBLEMS: dict(data=(f"{here}/train.jsonl",)), "--model": dict(model=str(here)),
                "--eval_data train": dict(eval_data=(f"{here}/train.jsonl",))}[differs]
     said = refused(dataclasses.replace(base, out=str(tmp_path / "o"), **changes), here, there)
     name = differs.replace("--model", "files of --model")
