@@ -535,7 +535,7 @@ def changed(old: dict, new: dict) -> list[str]:
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
     # The fields that a layout sets may change with --layout, unless a flag has set one of them.
     if old["layout"] != new["layout"] and not by_flag:
-        free = free | LAYOUTS["debug"].keys()
+        free |= LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
 
 

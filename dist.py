@@ -13,6 +13,7 @@ import secrets
 import socket
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from torch.optim import Optimizer
 
 from configs import UserError, explained, require, short_hash
 
+# A single process reads and writes checkpoint files without torch.distributed: nothing to warn users of.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices of samples

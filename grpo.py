@@ -35,9 +35,9 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
     n = rewards.shape[1]
     centred = rewards - rewards.mean(1, keepdim=True)
     if kind == "group_mean_std":
-        centred = centred / (rewards.std(1, keepdim=True) + 1e-6)
+        centred /= rewards.std(1, keepdim=True) + 1e-6
     elif kind == "leave_one_out":
-        centred = centred * (n / (n - 1))
+        centred *= n / (n - 1)
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
     # Otherwise a rounding error of the mean could make the advantages of equal rewards nonzero.

@@ -215,7 +215,7 @@ class TorchEngine(Engine):
             tokens = self._tensor([i for r in row.tolist() for i in distinct[r]])
             ends = length.cumsum(0)
             position = torch.arange(len(tokens), device=self.device)
-            position = position - (ends - length).repeat_interleave(length)
+            position -= (ends - length).repeat_interleave(length)
             column = position + (cache.width - length).repeat_interleave(length)
             cache.prefill = row.repeat_interleave(length), column
             segments = Segments(F.pad(ends, (1, 0)).int(), int(length.max()))

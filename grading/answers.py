@@ -539,8 +539,10 @@ def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for; [] if it stands for none,
     as (2,1). A number x stands for [x,x]."""
     kind, _, parts = reading
-    if kind in ("intervals", "named"):
-        return parts[1] if kind == "intervals" else _edges(parts[1])
+    if kind == "intervals":
+        return parts[1]
+    if kind == "named":
+        return _edges(parts[1])
     if kind == "list":
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
