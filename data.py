@@ -46,9 +46,9 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Each use of random numbers has its own number in its seed.
+# A number in each random seed, so that each purpose draws different random numbers.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds for the chat template of one row
+TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -77,7 +77,7 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: int  # index in the step's batch; with --carry, in the run's prompts until sampling ends
+    prompt_id: int  # index in the step's batch; with --carry, number in the run until sampling ends
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
@@ -137,7 +137,7 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> weighted value of the sample's grader and of each of its `parts`."""
+        """Returns name -> weighted value of each term of the score: the grader and all `parts`."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
@@ -163,7 +163,7 @@ class Pack:
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
     loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would make the CPU wait
-    fresh_tokens: Tensor  # (F,) the loss tokens that this step's weights sampled
+    fresh_tokens: Tensor  # (F,) indices of the loss tokens that this step's weights sampled
     engine_logp: Tensor  # (T,) log p(tokens[t] | earlier tokens of its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
     advantages: Tensor  # (T,)
@@ -228,15 +228,15 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function from a conversation to the tokens of a prompt. Its last turn is the problem. Only
-    the template "chat" shows the other turns.
+    """Returns a function from a conversation to the tokens of a prompt. The conversation's last turn is the
+    problem. Only the template "chat" can show turns before it.
 
-    Raises UserError for a wrong template. The function raises UserError if the template can't show the
-    conversation, or if the prompt ends in EOS."""
+    Raises UserError for a wrong template. The returned function raises UserError if the template can't show
+    the conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # raised if this is not the main thread, which alone can set a handler
+    with suppress(ValueError):  # raised outside the main thread, where no handler can be set
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
@@ -252,7 +252,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """Returns the text of a template; "" for "chat". Raises UserError if it is missing or has no
+    """Returns the text of a template; "" for "chat". Raises UserError if the template is missing or lacks
     {problem}."""
     if template == "chat":
         return ""
@@ -279,8 +279,8 @@ def _stop_template(*_):
 
 
 def _fill_chat_template(tokenizer, turns, system_prompt):
-    """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a turn of the
-    system or of the user."""
+    """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a system or user
+    turn."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
@@ -301,7 +301,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 def fix_date(tokenizer: Any, day: str) -> str:
     """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so that prompts do not
-    change. Returns `day`, or "" if nothing prints a date. Raises UserError if `day` is no date."""
+    change. Returns `day`, or "" if the template prints no date. Raises UserError if `day` is no date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -320,7 +320,7 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     """Returns a Jinja chat template that makes the same prompts as in training, or "" if that is not
     possible.
 
-    form: the text of --template, with a place for one problem only; "" for `--template chat`"""
+    form: the text of --template, with {problem} in place of the problem; "" for `--template chat`"""
     if not form:
         own = tokenizer.get_chat_template()
         if not system_prompt:
@@ -350,12 +350,12 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 # --- the prompts of a step
 
-Solved = dict[int, int]  # with --skip_solved: Problem.index -> the step from which on the problem is skipped
+Solved = dict[int, int]  # with --skip_solved: Problem.index -> the first step that skips the problem
 NONE: Solved = {}
 
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
-    """Returns the problems whose sampling begins in this step, a function of (seed, step) and `solved`.
+    """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
     Random problems replace solved ones."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
@@ -365,8 +365,8 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved
 
 
 def numbers_at(step: int, cfg: Config) -> range:
-    """Returns the numbers of the prompts whose sampling begins in this step. With --carry, the first step
-    also begins the extra prompts."""
+    """Returns the numbers of the prompts whose sampling begins in this step. All prompts of the run are
+    numbered from 0. With --carry, step 0 also begins cfg.extra_prompts more."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -378,7 +378,7 @@ def step_of(number: int, cfg: Config) -> int:
 
 def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
                       solved: Solved = NONE) -> list[Problem]:
-    """Returns as many random problems as a step has prompts: a function of (seed, step, round) and `solved`.
+    """Returns cfg.prompts_per_step random problems. They depend only on (seed, step, round) and `solved`.
 
     Round 0 replaces solved problems. Rounds 1, 2, … replace prompts whose responses all have the same
     reward."""
@@ -397,10 +397,10 @@ _stored: dict[str, Any] = {}  # cache of _groups
 
 
 def _groups(problems):
-    """Returns (count, indices) for each group of problems, from which an epoch draws `count` prompts.
+    """Returns (count, indices) for each group of problems: an epoch draws `count` prompts from the group.
 
-    A file with a fractional weight is its own group, so its share is exact. The result is cached: do not
-    change the list."""
+    The problems with the same whole weight are a group. Each file with a fractional weight is its own group,
+    so its share of an epoch is exact. The result is cached: do not change the list `problems`."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
         for i, p in enumerate(problems):
@@ -411,7 +411,7 @@ def _groups(problems):
 
 
 def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems: 1. by group; 2. in random order."""
+    """Returns the indices of an epoch's problems twice: ordered by group, and in random order."""
     rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
     for count, indices in groups:
         whole, rest = divmod(count, len(indices))
@@ -450,8 +450,8 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
-    """Returns minibatches[m][rank][pack], a list of sample indices. The minibatches do not depend on the
-    number of ranks.
+    """Returns minibatches[m][rank][pack], a list of sample indices. Which samples a minibatch has does not
+    depend on the number of ranks.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
@@ -465,25 +465,26 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     """Returns the packs of one minibatch, for each rank.
 
-    All ranks wait for the slowest k-th pack, so the k-th packs get about the same cost. Samples of one prompt
-    are packed together, because a pack computes their prompt once."""
+    While the ranks compute their k-th packs, all wait for the slowest. So the k-th packs of all ranks get
+    about the same cost. Samples of one prompt are packed together, because a pack computes their prompt
+    once."""
     total = int(lengths[samples].sum())
-    # A unit is a list of samples that stay together. Small units (1/8 of a pack) can still be balanced.
+    # A unit is a list of samples that stay together. Small units (1/8 of a pack) let packs be balanced.
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
     tokens = np.array([lengths[unit].sum() for unit in units])
     cost = np.array([work[unit].sum() for unit in units])
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # The k-th packs of all ranks have similar costs.
+    # Neighbours in this order have similar costs. They become the ranks' k-th packs.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for u in b for i in units[u]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Cut the ascending list of sample indices into lists of one prompt's samples, with at most `limit`
-    tokens or one sample."""
+    """Cut the ascending list of sample indices into lists. Each list has samples of one prompt, and at most
+    `limit` tokens unless it is a single sample."""
     lists = []
     room = 0
     for i in indices:
@@ -499,12 +500,13 @@ def _neighbours(indices, lengths, prompts, limit):
 def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
               cost: np.ndarray | None = None) -> list[list[int]] | None:
     """Divide items into `bins` lists of nearly equal cost. Returns lists of item indices, or None if an item
-    fits in no list of `cap` tokens.
+    fits in no list.
 
     lengths: tokens of each item
+    cap: maximum tokens of a list
     cost: cost of each item; default: lengths
 
-    LPT: the most expensive item first."""
+    Each item goes to the cheapest list with room, the most expensive item first (the LPT rule)."""
     cost = lengths if cost is None else cost
     out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
@@ -518,8 +520,8 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# FSDP needs the same number of passes on every rank. So a rank without samples computes packs of this token,
-# which does not enter the loss.
+# FSDP needs the same number of passes on every rank. So a rank with fewer packs also computes packs of this
+# one token, which does not enter the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
@@ -527,7 +529,7 @@ FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stop
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     """Returns a pack with the samples end to end; without samples, with FILLER.
 
-    step: only tokens that the weights of this version sampled are in `fresh_tokens`; None: all loss tokens"""
+    step: `fresh_tokens` gets the loss tokens that the weights of this step sampled; None: all loss tokens"""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -570,11 +572,11 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens that the model computes. Tokens that several segments begin with have the same
-    hidden states, so one copy of them is enough.
+    """Returns which tokens the model computes. If several segments begin with the same tokens, the hidden
+    states of these tokens are equal, so the model computes one copy of them.
 
     1. `unique` (U,): indices of the computed tokens
-    2. `inverse` (T,): for each token, the position in `unique` of the token computed for it
+    2. `inverse` (T,): for each token, the position of its computed copy in `unique`
 
         index       0 1 2 3 4   5 6 7 8 9   10 11
         segments    p q r a b | p q r a c | s  d         (T = 12 tokens)

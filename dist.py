@@ -1,7 +1,7 @@
-"""All use of torch.distributed, except for checkpoint files.
+"""All use of torch.distributed, except in ckpt.py and guard/watch.py.
 
 FSDP2 (fully_shard) shards parameters over all ranks, or over groups of --shard_ranks ranks. Gradients are
-*summed* over ranks, because each loss is already divided by a count over all ranks."""
+*summed* over ranks, because each loss is already divided by a number of tokens or responses on all ranks."""
 
 import contextlib
 import datetime
@@ -32,12 +32,12 @@ from torch.optim import Optimizer
 
 from configs import UserError, explained, require, short_hash
 
-# A single process reads and writes checkpoint files without torch.distributed: nothing to warn users of.
+# DCP warns when a single process reads or writes a checkpoint. Nothing is wrong then.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices of samples
-Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each of a model's parameters
+Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class World:
 
 
 def launch(ranks: int) -> int | str:
-    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status, or a line
-    that says why the first rank failed."""
+    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status. If a rank
+    fails, returns a line with the reason of the first failure."""
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
@@ -78,8 +78,8 @@ def launch(ranks: int) -> int | str:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started; without torchrun, this process is the only rank. Raises UserError
-    if a machine has more ranks than GPUs."""
+    """Join the ranks that torchrun started; without torchrun, this process is the only rank. With CUDA,
+    raises UserError if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
@@ -119,10 +119,10 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     RuntimeError on timeout.
 
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
-    on a new prefix: the hash of a random nonce of each rank.
+    on a new prefix for their keys: a hash of random nonces, one from each rank.
 
-    Each rank writes a key under its prefix. If all keys are there, all ranks have the same prefix. If not,
-    some nonces were old, and the rank reads them again."""
+    Each rank writes a key under its prefix. If the keys of all ranks are there, all ranks have the same
+    prefix. If not, some nonces may be from before the restart, and the rank reads all nonces again."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -149,8 +149,8 @@ def neighbours(count: int) -> td.ProcessGroup | None:
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
-    """Returns the device mesh for `shard`, 1-d over all ranks. With fewer `shard_ranks` it is 2-d: parameters
-    are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
+    """Returns the device mesh for `shard`: 1-d over all ranks, or 2-d with 0 < shard_ranks < world.size. In
+    2-d, parameters are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
     shape, names = (world.size,), ("shard",)
     if shard_ranks not in (0, world.size):
         shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
@@ -159,13 +159,14 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
 
 def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int | None = None,
           reshard: bool | int = True) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group, and the root
-    has all other weights. Weights and gradients are fp32; compute and all-gathers are in `dtype`.
+    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. All other
+    weights are one more group, the root. Weights and gradients are fp32; compute and all-gathers are in
+    `dtype`.
 
     recompute: see PackModel.recompute
     reshard: what a rank does with a layer's gathered weights after the forward pass:
-        True      free them; the backward pass gathers them from all ranks
-        a number  keep 1/number of them; the backward pass gathers them from `number` neighbours
+        True      free them; the backward pass gathers them again
+        number n  keep 1/n of them; the backward pass gathers them from n neighbouring ranks
         False     keep them until `accumulate` or `on_device` ends
     """
     model.recompute(recompute)
@@ -204,10 +205,10 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype; a tied head only as the
-    embedding. A model on the host is moved to `device` during the iteration.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head comes only once, as
+    the embedding. A model on the host is moved to `device` during the iteration.
 
-    FSDP frees each decoder layer before the next, so the caller must not keep tensors."""
+    The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
@@ -223,8 +224,9 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 
 @contextlib.contextmanager
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
-    """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model from the
-    host goes back, without gradients. If `optimizer` is None, the weights must not change inside."""
+    """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model that was
+    on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
+    inside."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
@@ -269,8 +271,8 @@ HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. Homes (HOMES)
-    are pinned, and kept between steps, because pinning is slow."""
+    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. A home (HOMES)
+    is in pinned memory. Homes are kept between steps, because pinning is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -314,7 +316,8 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def tensors_in(folder: str) -> dict[str, Any]:
-    """Returns name -> DCP's metadata of each tensor in a folder's safetensors files."""
+    """Returns name -> DCP's metadata of each tensor in a folder's safetensors files. Raises UserError if they
+    can't be read."""
     with explained(f"{folder}/*.safetensors can't be read", "intact copies of them"):
         return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
@@ -334,7 +337,7 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a norm of at most `limit`. Returns the norm before, the same on all ranks."""
+    """Scale the gradients to a norm of at most `limit`. Returns the earlier norm, the same on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -359,8 +362,8 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns the objects x of all ranks of `group` (None: all) in rank order. Only for small objects,
-    because every rank receives all."""
+    """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Only for small objects,
+    because every rank receives all of them."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -374,7 +377,7 @@ def gather_all(items: Iterable[T]) -> list[T]:
 
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If some ranks raise UserError, every rank
-    raises the error of the lowest of them."""
+    raises the error of the lowest rank that failed."""
     result, error = None, ""
     try:
         result = work(*args)
@@ -424,7 +427,8 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # --- the network
 
-# For each speed of measure_network: text; environment variable that makes it slow; likely cause otherwise
+# For each speed that measure_network returns: its text; an environment variable that makes it slow; the
+# likely cause of a slow speed if the variable is not set.
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
@@ -432,12 +436,12 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 def measure_network(world: World, local: int) -> list[float]:
     """Returns two numbers in bytes/s: 1. what a rank sends within its node; 2. what a node sends to other
-    nodes. A number is 0 without other ranks or nodes. Every rank must call this function.
+    nodes. A number is 0 if there is no receiver. Every rank must call this function.
 
     local: number of ranks of each node
 
-    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, twice as much in an
-    all-reduce."""
+    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an
+    all-reduce. So both together count as 3 (n - 1) / n."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]
@@ -492,7 +496,7 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator. Adds the seconds of a phase, with the GPU's work, to SECONDS."""
+    """Context manager and decorator. Adds the seconds of a phase, including the GPU's work, to SECONDS."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
     # While C code holds the GIL, the thread of guard.watch can't end a hung process. This timer can.
@@ -509,7 +513,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def phase_seconds() -> dict[str, float]:
-    """Returns phase -> seconds since the last call."""
+    """Returns phase -> seconds spent in it since the last call of this function."""
     seconds = dict(SECONDS)
     SECONDS.clear()
     return seconds

@@ -9,8 +9,8 @@ An engine samples responses with the policy's weights. It may sample only inside
 To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES.
 
-Samples of old weights give wrong results without an error. Therefore `generate` raises an error if the engine
-holds weights of another step than `version`."""
+Without a check, training on samples of old weights would go wrong unnoticed. So `generate` raises an error if
+the engine holds weights of another step than `version`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class MemoryLedger:
     """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. `residual` is
     the GiB that the engine holds while it sleeps. Create the ledger before the engine.
 
-    On a GPU, all processes count: torch's statistics would include a sleeping engine's tensors."""
+    On a GPU, this is the memory of all processes. torch's own statistics would also count tensors whose
+    memory a sleeping engine has given back."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -72,8 +73,7 @@ class MemoryLedger:
         self.mark("trainer")
 
     def end(self) -> None:
-        """Take the last reading, "asleep", and add the memory that the engine did not give back to
-        `residual`."""
+        """Take the last reading, "asleep". Add to `residual` the memory that the engine did not give back."""
         torch.cuda.empty_cache()
         self.mark("asleep")
         self.residual += self.readings["asleep"][0] - self.readings["trainer"][0]
@@ -127,7 +127,7 @@ class Engine(abc.ABC):
         temperature: 0 means greedy
         key: seeds the randomness, together with k
         version: step of the weights; a subclass must first call self.check(version)
-        top_p: sample from the fewest tokens with this probability
+        top_p: nucleus sampling; 1: all tokens
 
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
 
@@ -148,7 +148,7 @@ class Engine(abc.ABC):
             with self.engine_errors(f"to load the weights of step {version}"):
                 stream = self.checked_weights(weights)
                 self.load(stream)
-                # End the generator checked_weights, which looks for missing weights at its end.
+                # Read `stream` to its end, because checked_weights looks for missing weights only there.
                 for name, _ in stream:
                     raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")

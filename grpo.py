@@ -10,8 +10,8 @@ Three flags make an algorithm:
 To add an algorithm, add a branch to one of these functions.
 
 Shapes (ppo.py explains packs, segments and updates):
-    P, n     prompts, and samples of each prompt, which form a group
-    T        tokens of a pack
+    P, n     number of prompts, and number of samples of each; a group is the samples of one prompt
+    T        number of tokens of a pack
     mask     (T,) bool, true on the response tokens that enter the loss
     segment  (T,) index of each token's segment, from ppo.segment_ids
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
-    """Returns advantages (P, n) from rewards (P, n); exactly 0 if all rewards of a group are equal.
+    """Returns advantages (P, n) for rewards (P, n): exactly 0 in a group whose rewards are all equal.
 
     kind:
         "group_mean"            reward minus the mean of the group
@@ -50,7 +50,7 @@ def keep_groups(rewards: Tensor) -> Tensor:
 
 
 def batch_std(total: Tensor) -> float:
-    """Returns 1e-6 + the standard deviation of a step's advantages, whose mean is 0 (ScaleRL, 2510.13786).
+    """Returns 1e-6 + the standard deviation of a step's advantages (ScaleRL, 2510.13786). Their mean is 0.
 
     total (2,): number of advantages and sum of their squares, over all ranks"""
     count, squares = total.tolist()
@@ -67,8 +67,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
                   max_len: int, prompt_share: Tensor | None = None) -> Tensor:
     """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
-    tokens, responses: numbers of response tokens and responses of the update, over all ranks
-    prompt_share (T,): only for "prompt": 1 / (the prompt's response tokens × prompts in the update)
+    tokens, responses: numbers of response tokens and of responses in the update, over all ranks
+    prompt_share (T,): only for "prompt": 1 / (response tokens of the prompt × prompts of the update)
     aggregation:
         "token"     mean over all response tokens
         "response"  mean over the tokens of each response, then mean over responses
@@ -121,8 +121,9 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 @torch.no_grad()
 def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Tensor, kind: str, low: float,
                     high: float) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (T,), without gradient: importance weights for the difference between trainer and
-    engine (0 outside `mask`); and whether a bound changed them.
+    """Returns two tensors (T,), without gradient:
+    1. importance weights, which correct the difference between trainer and engine; 0 outside `mask`
+    2. whether a bound changed the token's weight
 
     logp (T,): the trainer's log-probs, before the step's first update
     engine_logp (T,): log-probs of the engine that sampled the tokens
@@ -149,11 +150,11 @@ def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Te
 
 
 def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, the number of its segment's tokens in `mask`, at least 1."""
+    """Returns (T,): for each token, how many tokens of its segment are in `mask`; at least 1."""
     return _segment_sum(mask.float(), segment).clamp(min=1)
 
 
 def _segment_sum(x: Tensor, segment: Tensor) -> Tensor:
     """Returns (T,): for each token, the sum of x (T,) over its segment."""
-    sums = torch.zeros_like(x).index_add(0, segment, x)  # T sums are enough for all segments
+    sums = torch.zeros_like(x).index_add(0, segment, x)  # (T,): a pack has at most T segments
     return sums[segment]

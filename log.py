@@ -32,7 +32,7 @@ NAN = float("nan")
 
 class Meter:
     """Collects the metrics of a step on one rank. The sums are tensors on `device`, so the CPU does not wait
-    for the GPU. Every rank must add the same names."""
+    for the GPU. Every rank must add the same metrics, in the same order."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -47,8 +47,8 @@ class Meter:
         return torch.full((), x, dtype=torch.float64, device=self.device)
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add `total` to the metric `name`. With `count` the metric is a mean, total / count; it is not
-        logged if the sum of counts is 0."""
+        """Add `total` to the metric `name`. With `count` the metric is a mean, total / count. A mean whose
+        counts sum to 0 is not logged."""
         self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
 
     def add_max(self, name: str, x: Tensor | float) -> None:
@@ -56,7 +56,7 @@ class Meter:
         self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
 
     def add_mean_and_max(self, name: str, x: Tensor) -> None:
-        """Add the values x (n,), none negative, to the metrics NAME/mean and NAME/max."""
+        """Add the values x (n,), which must be 0 or more, to the metrics NAME/mean and NAME/max."""
         x = self._double(x)
         self.add(f"{name}/mean", x.sum(), len(x))
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
@@ -86,7 +86,8 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     samples: this rank's samples, ordered by (prompt_id, sample_id)
     parts: the NAMEs of the metrics `reward/NAME`
     turns: true with --env
-    per_prompt: prompts with fewer samples do not count in `pass@n` and `uniform_groups` (--carry)"""
+    per_prompt: prompts with fewer samples (possible with --carry) do not count in `pass@n` and
+        `uniform_groups`"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -262,7 +263,7 @@ def _lines(rows):
 
 
 def _set_aside(path, start):
-    """Move the rows from step `start` on from NAME.jsonl to NAME.old.jsonl. Raises OSError."""
+    """Move the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:

@@ -1,7 +1,7 @@
 """Policy, critic and reference: Hugging Face decoders that run on packs.
 
-A pack (data.Pack) is N segments end to end. A segment is one prompt with one response. Tokens that several
-segments share are computed once.
+A pack (data.Pack) is N segments end to end. A segment is one prompt with one response. If several segments
+begin with the same tokens, these tokens are computed once.
 
 Logits and log-probs are fp32: bf16 is too imprecise for a clipped ratio.
 
@@ -9,8 +9,8 @@ Letters in the shapes of tensors:
 
     N           segments of a pack
     T           tokens of a pack
-    U           computed tokens
-    S           rows of attention (see Segments)
+    U           tokens of a pack that are computed
+    S           slots of attention: the computed tokens, with copies (see Segments)
     V, D        sizes of the vocabulary and of the hidden states
     H, Hkv, d   heads of queries, heads of keys and values, size of a head"""
 
@@ -110,8 +110,9 @@ class TakeRows(torch.autograd.Function):
 class Segments:
     """Arranges the tokens of a pack for attention. Made once per forward pass.
 
-    A shared token is computed once, but attention needs a copy in each segment. So queries, keys and values
-    are copied to S slots. On a CPU, and in fp32, slots form padded blocks:
+    If several segments begin with the same tokens, these tokens are computed once, but attention needs them
+    in each segment. So queries, keys and values are copied to slots, the rows of attention's input. On a CPU,
+    and in fp32, the slots form padded blocks:
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -124,24 +125,24 @@ class Segments:
                  inverse: Tensor | None = None) -> None:
         """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
         unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
-        inverse (T,): for each token of the pack, its computed token."""
+        inverse (T,): for each token of the pack, the number (0 to U - 1) of its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots (S,): the computed token of each slot. outputs (U,): a slot of each computed token.
-        # None: nothing is copied.
+        # slots (S,): for each slot, the number of its computed token. outputs (U,): for each computed token,
+        # one of its slots. Both are None if nothing is copied.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the segments in padded blocks. A row is one segment. Segments of similar length share a
-        block.
+        """Arrange the segments in padded blocks. A row of a block is one segment. Segments of similar length
+        share a block.
 
-        The lengths are copied to the host, which must know the sizes of the blocks."""
+        Copies the lengths to the host, because the sizes of the blocks depend on them."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
         # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block, the pack's token in each slot; -1 is padding
+        tokens = []  # for each block, the index in the pack of each slot's token; -1: padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
@@ -167,7 +168,8 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache. None in training.
-    segments: None in decoding steps: query (R, H, 1, d) and result (R, 1, H, d), for R rows of the cache."""
+    segments: None in a decoding step. Then query is (R, H, 1, d) and the result (R, 1, H, d), for R rows of
+        the cache."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
@@ -177,7 +179,7 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # The backward pass of x[0] would copy the gradient once more.
+    # squeeze, because the backward pass of x[0] would copy the gradient once more.
     qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if segments.slots is not None:
         qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d)
@@ -197,7 +199,7 @@ def _varlen(query, key, value, segments, scaling, window):
     from torch.nn.attention.varlen import varlen_attn
 
     known, options = _varlen_options(), {}
-    if "window_size" in known:  # (n before a token, n after it); -1: no limit
+    if "window_size" in known:  # (number of tokens before, number after); -1: no limit
         options["window_size"] = (window - 1 if window else -1, 0)
     else:
         options["is_causal"] = True
@@ -213,7 +215,7 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # On a GPU, all is fp32 here. With fewer key heads than query heads, torch would then store all
+        # A GPU runs this only in fp32. There, with fewer key heads than query heads, torch would store all
         # attention scores.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -250,7 +252,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
         ctx.save_for_backward(hidden, weight, targets, entropy)
         ctx.temperature, ctx.last = temperature, log_softmax
-        ctx.set_materialize_grads(False)  # without --entropy_coef, g_entropy is then None
+        ctx.set_materialize_grads(False)  # so backward gets g_entropy=None without --entropy_coef
         return logp, entropy
 
     @staticmethod
@@ -279,7 +281,8 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Returns slices of `tokens` tokens. The fp32 logits of a slice have at most CHUNK_BYTES."""
+    """Returns slices that cut `tokens` tokens into chunks. The fp32 logits of a chunk have at most
+    CHUNK_BYTES."""
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
@@ -314,8 +317,8 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class with its own `__init__` and `__call__`. Must be
-    called before vLLM starts, because vLLM replaces both for some families."""
+    """Returns a subclass of transformers' backbone class that keeps the present `__init__` and `__call__`.
+    Must be called before vLLM starts, because vLLM replaces both for some families."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -357,15 +360,15 @@ class PackModel(nn.Module):
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) of the tokens just before the pack's tokens `at` (n,)."""
+        """Returns the last hidden states (n, D) of the pack's tokens with the indices `at` - 1. at: (n,)."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return TakeRows.apply(hidden, pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
-        """Allocate the memory of a model on the meta device, and compute its buffers in fp32. The caller must
-        then fill the parameters.
+        """Allocate memory for this model, which is on the meta device until then. Compute its buffers in
+        fp32. The caller must then fill the parameters.
 
         A buffer that transformers does not compute stays NaN, so the error is noticed."""
         self.to_empty(device=device)
@@ -381,8 +384,8 @@ class PackModel(nn.Module):
 
 
 def keep_products() -> tuple[Any, Any]:
-    """Returns the contexts with which `checkpoint` keeps matrix products and attention, because these take
-    most of a layer's time."""
+    """Returns the contexts with which `checkpoint` stores the results of matrix products and of attention,
+    because to recompute them would take most of a layer's time."""
     import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
 
     aten = torch.ops.aten
@@ -444,7 +447,7 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# Subfolders and consolidated.* have the same weights again.
+# Without subfolders and consolidated.*, which have the same weights again.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 
@@ -488,7 +491,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder's files: names, sizes, and about 64 blocks of 4 KiB of each."""
+    """Returns a hash of a model folder's files: of each file the name, the size and about 64 blocks of
+    4 KiB."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -502,7 +506,7 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError without a tokenizer, or without a model that torz
+    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, or no model that torz
     supports."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
@@ -535,8 +539,8 @@ def load_critic(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
     """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
-    Without a critic head in the folder, draws one with `seed`: normal with standard deviation 1 / (D + 1), as
-    in Open-Reasoner-Zero's code."""
+    If the folder has no critic head, the head's weights are random, drawn with `seed`: normal with standard
+    deviation 1 / (D + 1), as in Open-Reasoner-Zero's code."""
     critic = _load(Critic, path, device, shard_fn)
     if "score.weight" not in dist.tensors_in(path):
         head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -549,8 +553,8 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def on_meta(kind: type, path: str) -> PackModel:
-    """Returns a Policy or Critic without memory for its weights. Raises UserError if the files' tensors are
-    not the model's. Only a critic's head may be missing, and the tensors NOT_OURS may be there."""
+    """Returns a Policy or Critic without memory for its weights. Raises UserError unless the files have the
+    model's tensors. Two exceptions: a critic's head may be missing, and tensors of NOT_OURS may be there."""
     with torch.device("meta"):
         model = kind(load_config(path))
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}

@@ -28,7 +28,7 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part."""
+    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part such as "format"."""
 
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
@@ -55,7 +55,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 def _term(spec, parts):
     full, equals, number = spec.rpartition("=")
-    # No weight without =, or if the last = is part of a file path.
+    # Without =, or if the last = is part of a file path, the weight is 1.
     if not equals or "/" in number or ":" in number:
         full, number = spec, "1"
     try:
@@ -77,8 +77,8 @@ def _term(spec, parts):
 
 
 def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case, or "", and FILE.py:FUNCTION. Raises
-    UserError."""
+    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if none is named), and
+    FILE.py:FUNCTION. Raises UserError."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -88,7 +88,8 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared for a data row without the field `reward`."""
+    """Returns how answers are compared in data rows without the field `reward`: the first of KINDS in
+    --reward, or "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
@@ -123,7 +124,7 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     """Returns the terms of --reward that grade a data set. The first one decides whether a response is
-    correct. Functions of the data set replace the comparison of answers."""
+    correct. A term DATASET@FILE.py:FUNCTION replaces the comparison of answers in its data set."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -155,8 +156,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}; stopped is false for a response cut at the length limit; the last two may be
-            left out. Or a file of a run's samples/
+            "kind": "math"}. stopped is false for a response cut at the length limit. stopped and kind may
+            be left out. Or a file of a run's samples/
         reward: as for train.py: names, with a weight if it is not 1: math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take

@@ -1,7 +1,7 @@
 """Samples and grades responses, for training and evaluation.
 
     with engine.awake(full_weights(policy), version=step):
-        samples = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
+        samples, _ = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
 
 import itertools
 import json
@@ -38,10 +38,10 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-# Part of an engine's random seed: training, evaluations, the self-check and later rounds draw different
-# numbers.
+# A part of each random seed, so that training, evaluations, the self-check and later rounds draw different
+# random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer prompts, `deal` spreads a prompt's samples over the ranks
+PROMPTS_PER_ENGINE = 32  # with fewer per engine, `deal` spreads a prompt's samples over the ranks
 
 # --- rewards
 
@@ -68,12 +68,12 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 
 
 def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns `function`, one of reward.TEXT_PARTS, of the policy's text in each response."""
+    """Returns function(the policy's text) for each response. function: one of reward.TEXT_PARTS."""
     return [function(s.policy_text) for s in group]
 
 
-# Reward part -> function(samples of one prompt, config) -> one extra reward for each sample. --reward or a
-# flag in BY_FLAG selects the parts.
+# Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
+# extra reward for each sample. A run uses the parts that --reward names or a flag in BY_FLAG switches on.
 REWARD_PARTS = {
     **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
     "length": length,
@@ -85,7 +85,7 @@ BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part 
 
 def terms_of(cfg: Config) -> list[Term]:
     """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError for an
-    unknown term, a name that is taken, or a weight of 0 without a teacher (--ref_model)."""
+    unknown term, a name that comes twice, or a weight of 0 without a teacher (--ref_model)."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
     require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
@@ -137,7 +137,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Data sets of presets are accepted: the user may not have their rows.
+    # Data sets that a preset names are accepted, because the user's files may lack their rows.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -154,11 +154,12 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 class Trajectories:
-    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far:
+    """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. It is in
+    one of these dicts:
 
         open      unfinished
         waiting   for a reply of the environment (--env)
-        complete  finished, without a reward
+        complete  finished, not graded yet
         graded    finished, with its reward"""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
@@ -169,7 +170,7 @@ class Trajectories:
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # without the text of the unfinished turn
+        self.open: dict[Key, Sample] = {}  # their `text` lacks the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -191,7 +192,8 @@ class Trajectories:
     def move(self, target: Mapping[Key, int]) -> None:
         """Move unfinished trajectories between ranks. A collective.
 
-        target: key of a trajectory -> its new rank, the same on every rank. Other trajectories stay."""
+        target: key of a trajectory -> its new rank; the same dict on every rank. Trajectories that are not in
+            it stay."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -202,8 +204,8 @@ class Trajectories:
                      progress: Callable) -> bool:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
 
-        Returns False if a signal has aborted the round. With --tp, no round is aborted: the engine's other
-        ranks would wait for ever."""
+        Returns False if a signal has aborted the round. With --tp, a signal aborts no round, because the
+        engine's other ranks would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -218,7 +220,8 @@ class Trajectories:
         return True
 
     def _take(self, before, segment):
-        """Append this round's tokens to the trajectory `before`. Returns True if the turn ended."""
+        """Append `segment`, this round's tokens, to the trajectory `before`. Returns True if the turn
+        ended."""
         s = self._join(before, segment) if len(before.ids) else segment
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
@@ -312,7 +315,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
     2. with --carry: the rest of this rank's trajectories, for the next step.
 
-    Both lists are empty after a stop was requested.
+    Both lists are empty if a signal has aborted the rollout.
 
     problems: prompt_id -> problem, the same on every rank. With --carry, prompt_id is the
         prompt's number in the run (data.numbers_at).
@@ -324,14 +327,14 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
     trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal. With --carry, `problems` also has the problems of
-    # carried samples, which get no new ones.
+    # At temperature 0, all samples of a prompt are equal, so one is enough. With --carry, `problems` also has
+    # the prompts of carried samples. These prompts get no new samples.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
     old = dist.gather_all(trajectories.open) if carries else ()  # keys of all ranks
     home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # After a resume, move carried trajectories to the ranks of the uninterrupted run.
+    # After a resume, move carried trajectories to the ranks that they have in an uninterrupted run.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
@@ -347,11 +350,11 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Sample rounds until there are enough samples. Returns their keys, also of other ranks, or None if
-    sampling was aborted.
+    """Sample rounds until there are enough samples. Returns their keys, also those on other ranks, or None if
+    a signal has aborted sampling.
 
-    Without `carries`, all trajectories must be complete. With it, cfg.samples_per_step are enough, unless an
-    unfinished prompt is --max_staleness steps old."""
+    Without `carries`, all trajectories must be complete. With `carries`, cfg.samples_per_step complete
+    trajectories are enough, unless an unfinished prompt is --max_staleness steps old."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)
@@ -377,8 +380,8 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
     """Returns key -> rank for the samples `keys`.
 
-    All samples of a prompt go to one rank, which computes the prompt once. With few prompts, they are
-    spread."""
+    All samples of a prompt go to one rank, which computes the prompt once. With fewer than PROMPTS_PER_ENGINE
+    prompts per engine, the samples of a prompt are spread over the ranks."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -394,10 +397,11 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Returns key -> new rank, for the fewest moves that balance the unfinished trajectories. held[r]: the
-    keys on rank r."""
+    """Returns key -> new rank for the fewest unfinished trajectories that must move to balance the ranks.
+
+    held[r]: keys of the unfinished trajectories on rank r"""
     ranks, total = len(held), sum(map(len, held))
-    # The fullest ranks get the keys that are left over: fewer moves.
+    # If the keys can't be divided evenly, the fullest ranks get one more, so that fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -431,8 +435,8 @@ def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that at least one of k samples is right,
-    drawn without replacement from n samples, of which `right` are right."""
+    """Returns pass@k (arXiv 2107.03374, eq. 1): the probability that k of the n samples, drawn without
+    replacement, include a right one. right: number of right samples among the n."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -512,8 +516,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> one value for each problem (see `accuracy`), for all ranks. Sorted problems make a
-    mean independent of the number of ranks."""
+    """Returns metric -> one value for each problem (see `accuracy`), for the problems of all ranks. The
+    problems are sorted, so a mean does not depend on the number of ranks."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))

@@ -6,10 +6,10 @@
 
 The function `train` is the algorithm. Three differences from Open-Reasoner-Zero:
 
-1. A loss is averaged over the whole update of all ranks, not over a pack.
+1. A loss is averaged over the whole update (all packs of all ranks), not over each pack.
 2. No sample is dropped or repeated to fill a batch.
-3. With one policy update per step, no forward pass computes old log-probs, except for a KL term in the
-   reward."""
+3. With one policy update per step, no extra forward pass computes old log-probs, unless the reward has a KL
+   term."""
 
 import gc
 import os
@@ -177,12 +177,12 @@ def main(cfg: Config) -> bool:
         return done
     finally:
         run.lock.release()
-        gc.unfreeze()  # undo the gc.freeze of `load`: a notebook must free the run
+        gc.unfreeze()  # undo the gc.freeze of `load`, so that a notebook can free the run's memory
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step, or False after a signal such as ctrl-C. Then all
-    finished steps are saved."""
+    """The algorithm. Returns True after the last step. After a signal such as ctrl-C, saves all finished
+    steps and returns False."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -240,7 +240,7 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a checkpoint after `step` finished steps. Returns False, for `train`."""
+    """Save a checkpoint after `step` finished steps. Returns False, the result of `train`."""
     run.saver.save(step, run.carried, wait=True)
     return False
 
@@ -276,8 +276,8 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run of the folder `out`, after all checks. Continues from the folder's newest checkpoint.
-    Raises UserError, the same on every rank."""
+    """Returns the run in the folder `out`, after all checks. If the folder has checkpoints, the run continues
+    from the newest. Raises UserError, the same on every rank."""
     say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
@@ -299,7 +299,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # The unfinished step `start` may have added problems. They are left out: the resumed run does it again.
+    # The unfinished step `start` may have added problems. They are left out, because the resumed run makes
+    # this step again.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -420,10 +421,11 @@ def draw_and_carry(run: Run, step: int,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training, and add the reward parts. Returns this rank's graded
-    samples, and with --carry the trajectories for the next step. Adds solved problems to run.solved.
+    """Call `rollout` with the settings of training, and add the extra rewards (rollout.REWARD_PARTS). Returns
+    this rank's graded samples, and with --carry the trajectories for the next step. Adds solved problems to
+    run.solved.
 
-    key: (step,), or (step, round) with --resample_rounds."""
+    key: part of the random seed: (step,), or (step, round) in a round of `resample`"""
     cfg = run.cfg
     # With --carry, `problems` has more prompts than this step finishes.
     prompts = min(len(problems), cfg.prompts_per_step)
@@ -489,8 +491,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl. --save_samples some: the first SAVED_PROMPTS prompts, every
-    --eval_every steps (if it is 0, every 10)."""
+    """Write samples to samples/step_NNNNNN.jsonl. `--save_samples some` writes the first SAVED_PROMPTS
+    prompts of a step, every --eval_every steps (every 10 steps if --eval_every is 0)."""
     cfg, some = run.cfg, run.cfg.save_samples == "some"
     if cfg.save_samples == "none" or (some and step % (cfg.eval_every or 10)):
         return
@@ -512,7 +514,7 @@ def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, prompts with equal scores do not enter the loss."""
+    the same rank. With --drop_uniform, a prompt whose samples all have the same score is not in the loss."""
     scores = of_groups([s.score for s in samples], cfg)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
@@ -540,7 +542,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # A backward pass costs as much as two forward passes. The critic runs one more.
+    # A backward pass costs as much as two forward passes. The critic also runs one forward pass for `values`.
     forwards = 3 * cfg.passes_per_step * (1 + (cfg.algo == "ppo")) + (cfg.algo == "ppo")
     meter.add("flops", forwards * forward_flops(unique, sum(s.length**2 for s in samples)))
     return minibatches
@@ -549,20 +551,22 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
-    rank's samples, and prompt_id (S,) and length in tokens (S,) of all samples. n: samples of a prompt."""
-    # where this rank's samples are in `tokens`
+    rank's samples, and for all samples prompt_id (S,) and length in tokens (S,).
+
+    n: --samples_per_prompt"""
+    # this rank's samples, as indices of `tokens`
     places = [s.prompt_id * n + s.sample_id for s in samples]
     tokens = torch.zeros(n_prompts * n, dtype=torch.int64)
     tokens[places] = torch.tensor([s.length for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens).numpy()
-    found = tokens.nonzero()[0]  # places of the samples that exist
+    found = tokens.nonzero()[0]  # indices of the samples that exist
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share`, a token's weight with --aggregation prompt: 1 / (sampled
-    tokens for the prompt × number of prompts), counted in the minibatch.
+    """Returns the samples with `prompt_share`, the weight of a token's loss with --aggregation prompt:
+    1 / (the prompt's tokens in the loss × number of prompts in the loss). Both are counted in the minibatch.
 
     keys, prompts: from `number_samples`
     layout[minibatch][rank][pack]: numbers of the pack's samples"""
@@ -608,8 +612,8 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
 
 
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
-    """Returns the minibatches with advantages whitened over all tokens in the loss of the step, on all
-    ranks."""
+    """Returns the minibatches with whitened advantages. Mean and standard deviation are over all loss tokens
+    of the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
     return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
@@ -619,8 +623,8 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns `count` lists of packs, one for each update. Joins neighbouring minibatches if there are
-    more."""
+    """Returns `count` lists of packs, one for each update. Joins neighbouring minibatches if there are more
+    than `count`."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
@@ -747,7 +751,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
     """Save a checkpoint if one is due, and write the step's metrics and alarms. Returns True if a stop was
     requested.
 
-    metrics: of this step's evaluation. start: time.perf_counter() at the step's start."""
+    metrics: metrics of this step's evaluation. start: time.perf_counter() at the step's start"""
     cfg, log = run.cfg, run.log
     if cfg.save_every and (step + 1) % cfg.save_every == 0 and step + 1 < cfg.steps:
         with dist.phase("save"):

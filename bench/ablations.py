@@ -4,8 +4,8 @@
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
 
-A variant is a reference recipe with other flags or a patched function. --part all has all variants. Finished
-runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to ablations.md.
+A variant is a reference recipe with other flags or a patched function. --part all runs all variants. Finished
+runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to bench/results/ablations.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def flip_sign(cfg: Config) -> None:
 
 
 def pack_mean(cfg: Config) -> None:
-    """Averages the loss over each pack, then over packs. Wrong if packs have unequal numbers of responses."""
+    """A deliberate bug: averages the loss over each pack, then over packs. This is wrong if packs have
+    unequal numbers of responses."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -82,7 +83,7 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """Takes the new log-probs as the old ones, too. The ratio is then always 1 and has no gradient."""
+    """A deliberate bug: the new log-probs are also the old ones. Then the ratio is 1 and has no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
@@ -120,7 +121,8 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces HOOKS[name] by the function `name` of the user's file. `text`: the file's hash, for key_of."""
+    """Replaces HOOKS[name] by the function `name` of the user's file. `text`: the file's hash, by which
+    `key_of` tells an edited file from the old one."""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -151,7 +153,7 @@ def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
 
 
 def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
-    """Returns GRPO with engine_gap(stale, nats). mismatch, high: --mismatch and its largest weight."""
+    """Returns GRPO with engine_gap(stale, nats). mismatch, high: --mismatch and its upper bound."""
     flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
     return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
@@ -241,7 +243,7 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 def key_of(cfg: Config, variant: Variant) -> str:
     """Returns the hash of a run's settings and patch. Settings with default values are left out, so that a
-    new field of Config does not change it."""
+    new field of Config does not change the hash."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -252,7 +254,8 @@ def key_of(cfg: Config, variant: Variant) -> str:
 
 
 def train_one(cfg: Config, variant: Variant, file: Path) -> None:
-    """Trains one run and writes its results to `file`. Needs a new process, because it patches modules."""
+    """Trains one run and writes the results to `file`. Must run in a new process, because it patches
+    modules."""
     torch.set_num_threads(1)
     start = time.process_time()
     with tempfile.TemporaryDirectory(prefix="ablation-") as folder:
@@ -273,7 +276,7 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
                 train.train(run)
             run.lock.release()
             run.grader.close()
-        except UserError as e:  # the run refused to continue
+        except UserError as e:  # the run ended early
             error = str(e)
         found = figures(Path(cfg.out)) | {"error": error, "samples": sum(sampled)}
         found["cpu_seconds"] = round(time.process_time() - start, 1)
@@ -286,8 +289,8 @@ KEPT = {"reward": "rewards", "response_len": "lengths", "response_len/wrong": "l
 
 
 def figures(out: Path) -> dict[str, Any]:
-    """Returns held-out accuracy before and after training (None if not measured), the metrics of KEPT, and
-    the first 20 alarms."""
+    """Returns held-out accuracy before and after training (None if not measured), the values of KEPT's
+    metrics at each step, and the first 20 alarms."""
     rows = read_metrics(out)
     steps = [r for r in rows if "reward" in r]
     accuracy = [r["eval/heldout/avg@2"] for r in rows if "eval/heldout/avg@2" in r]
@@ -357,7 +360,8 @@ def means_of_five(row: dict) -> list[float]:
 
 
 def collapsed(row: dict) -> bool:
-    """Returns whether a run ended early, or has lost half of its best mean reward of five steps."""
+    """Returns whether a run ended early, or the mean reward of its last five steps is less than half of its
+    best mean over five steps."""
     means = means_of_five(row)
     return row["accuracy"] is None or not means or means[-1] < max(means) / 2
 
@@ -392,10 +396,10 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 
 
 class Claim(NamedTuple):
-    """A claim: the variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
+    """The claim that a variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
 
-    why: a possible cause if the runs disagree with the claim
-    unclear: the cause if the verdict is "can't tell" on every task"""
+    why: a possible cause, for the report, if the runs disagree with the claim
+    unclear: the cause, for the report, if the verdict is "can't tell" on every task"""
 
     text: str
     source: str
@@ -569,7 +573,7 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs with unchanged settings. keys: (task, variant, seed) -> key_of its run."""
+    """Returns the finished runs with unchanged settings. keys: (task, variant, seed) -> result of `key_of`"""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):
@@ -624,7 +628,7 @@ def parse_args() -> argparse.Namespace:
 
 def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, tuple[Config, Variant]]:
     """Returns (task, variant's name, seed) -> (config, Variant) of every possible run. base: task -> folder
-    of its base model."""
+    of the task's base model"""
     return {(task, name, seed): (config_of(task, variant, seed, base[task]), variant)
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 

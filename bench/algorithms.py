@@ -1,4 +1,5 @@
-"""Trains a tiny model with every recipe and three seeds to add numbers, to show that each recipe learns.
+"""Trains a tiny model to add numbers, with every recipe and three seeds, to show that each recipe learns. A
+recipe is an RL algorithm with its settings.
 
     python -m bench.algorithms [--seeds 3] [--steps 30] [--jobs 2] [--only ppo grpo …] [--out runs/algorithms]
 
@@ -28,7 +29,7 @@ from log import read_metrics
 from tools import tiny
 
 HARD = "-3-digits"
-# Recipe -> its preset. The default is f"{recipe}-7b".
+# Recipe -> its preset. The preset of any other recipe is f"{recipe}-7b".
 PRESET_OF = {"grpo": "open-r1-1.5b-grpo", "orz-grpo": "orz-7b-grpo"}
 NAMES = ("grpo", "orz-grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo",
          "cispo", "scale-rl")

@@ -4,10 +4,12 @@
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
-One fault strikes each run, in one phase (dist.phase). If the run ends too early, it is started again.
+One fault strikes each run, in a random phase (dist.phase). If the run ends before the fault, a new run
+starts.
 
 A run is ok if all of this holds:
-- It ends by itself, after at most 4 commands, with the metrics and weights of the undisturbed run.
+- It ends by itself, after its command was typed at most 4 times, with the metrics and weights of the
+  undisturbed run.
 - It loses no saved step, and it reports what it could not write.
 - It prints no unexplained error.
 
@@ -41,19 +43,19 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # attempts to strike in the chosen phase
-TYPED = 4  # times that a run is started
-HANG = 120.0  # a command that prints nothing for this many seconds hangs
+TYPED = 4  # maximum number of times that a run's command is typed
+HANG = 120.0  # seconds without output, after which a command counts as hung
 
 
-# --- the struck rank
+# --- in a rank: the moment to strike
 
-# The signals that the struck rank sends to itself
+# Fault -> the signals that the struck rank sends to itself
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
            "storm": 30 * [signal.SIGTERM, signal.SIGUSR1]}
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. On the struck rank, the thread `watch` causes the fault once."""
+    """Runs train.py unchanged. On the struck rank, a thread runs `watch`, but not again after the fault."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -62,8 +64,9 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits for the chosen moment. Then writes `file` for the main program and sends the fault's SIGNALS. In
-    the undisturbed run, writes the times of the phases to `file`."""
+    """Waits until this rank has been in the chosen phase for the chosen time. Then writes order["file"], for
+    which the main program waits, and sends itself the fault's SIGNALS. In the undisturbed run, writes the
+    times of all phases to order["file"] at exit."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -119,14 +122,14 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. In the first command the ranks run be_a_rank, later train.py."""
+        """Starts the node's torchrun agent. The first time, its ranks run be_a_rank, later train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # The machine's name does not resolve to a node's address, so torchrun must be told the host.
+            # In a namespace, the host name does not resolve to the node's address, so torchrun needs these.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
@@ -135,7 +138,7 @@ class Nodes:
         self.agents[node] = self.popen([*host, *torchrun, *program, *self.program], node, env)
 
     def popen(self, command: list[str], node: int, env: dict[str, str]) -> subprocess.Popen:
-        """Starts an agent in its own process group, for kill_node."""
+        """Starts an agent in its own process group, which kill_node kills."""
         env = environment() | env | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(self.count > 1)),
                                      "CHAOS": json.dumps(self.order)}
         with Path(f"{self.out}.{node}.log").open("ab") as log:
@@ -173,7 +176,7 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Returns the message of the struck rank; None if the run ends or hangs before."""
+        """Returns the message that the struck rank wrote, or None if the run ends or hangs first."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -183,7 +186,7 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the node's agent and its ranks. The ranks are not in the agent's process group."""
+        """Kills the node's agent and its ranks. Each rank has its own process group."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # a stopped agent starts no more ranks
@@ -205,7 +208,7 @@ def rendezvous(out: Path, host: str) -> list[str]:
 
 
 def make_namespaces(count: int) -> bool:
-    """Makes one network namespace per node. Returns False for one node or without permission."""
+    """Makes one network namespace per node. Returns False if there is only one node, or no permission."""
     if count == 1 or shutil.which("ip") is None or not system("ip netns list"):
         return False
     for i in range(count):
@@ -226,7 +229,7 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it can't
+# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it could not
 # strike.
 
 
@@ -235,7 +238,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """`storm`: sends the signals to all other ranks, too. `freeze`: continues the frozen rank after 3 s."""
+    """The struck rank has sent itself SIGNALS. For `storm`, sends them to all other ranks, too. For `freeze`,
+    continues the frozen rank after 3 s."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -252,7 +256,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again, if node 0 can't have ended."""
+    """Kills node 1 and starts it again. Not after the last save: node 0 may end before node 1 is back."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -282,8 +286,8 @@ def full(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Makes the run's folder read-only for 2 to 4 seconds, by a mount over it. A remount would fail, because
-    TensorBoard's file is open."""
+    """Makes the run's folder read-only for 2 to 4 seconds, by a read-only bind mount over it. Remounting the
+    folder itself would fail, because TensorBoard writes to an open file."""
     other = nodes.out.with_suffix(".ro")
     other.mkdir()
     done = (system("mount --bind", nodes.out, other) and system("mount -o remount,bind,ro", other)
@@ -295,7 +299,7 @@ def read_only(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Flips one bit of the newest checkpoint, which the next command must refuse."""
+    """Flips one bit of the newest checkpoint. The next command must refuse this checkpoint."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -313,8 +317,8 @@ def flip(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Damages the newest checkpoint. Without the file COMPLETE, the next command must ignore the checkpoint.
-    With its largest file cut in half, the next command must refuse the checkpoint."""
+    """Damages the newest checkpoint in one of two ways: deletes its file COMPLETE (the next command must
+    ignore the checkpoint), or cuts its largest file in half (the next command must refuse it)."""
     nodes.kill_all()
     if not newest(nodes.out):
         return False
@@ -334,7 +338,7 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts a second run in the same folder, which must be refused. SIGSTOP holds the first run's ranks."""
+    """Starts a second run in the same folder. It must be refused. Meanwhile, SIGSTOP holds the first run."""
     owner = {}
     while not owner:  # until the run has written the lock
         if not nodes.running():
@@ -356,7 +360,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Dates all files to 1970 or 2100. In half of the cases, also kills the run."""
+    """Sets the times of all files to 1970 or 2100. In half of the cases, also kills the run."""
     when = rng.choice([0, 4102444800])
     for path in nodes.out.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -382,8 +386,8 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run and starts it on two "machines" with different --out folders. Both ranks must refuse and
-    write nothing."""
+    """Kills the run. Starts it again with two agents. One of them has another folder at the path --out, by a
+    mount namespace. Both must refuse and write nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -412,7 +416,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # for these faults, the run's folder is on a small file system
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # other ranks may fail, too
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # then other ranks may lose connections
 
 
 # --- the checks of a run
@@ -448,7 +452,7 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# Allowed with a fault in DISK: log.Logger makes a new writer.
+# An error of TensorBoard's thread. Allowed with a fault in DISK: log.Logger then makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -497,7 +501,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Makes the run's folder, on a small tmpfs for a fault in DISK. Raises Skipped without permission."""
+    """Context manager. Makes the run's folder. For a fault in DISK, it is on a small tmpfs, and is copied to
+    the disk at the end. Raises Skipped without permission to mount."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -521,7 +526,8 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run and restarts it until it is complete. Returns None if the fault could not strike."""
+    """Strikes a run, and types its command until the run is complete. Returns the result; None if the fault
+    could not strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -544,19 +550,20 @@ def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
             "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s, for each time that the run was in it
+Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s of each visit (stay of the run in it)
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns the visits that the fault can strike: phase -> [(number, length in s), …]."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save
+    """Returns the visits that the fault can strike: phase -> [(number of the visit, its seconds), …]."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save: needs a checkpoint
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, visit, seconds of the visit) for each run. New faults and phases come first."""
+    """Yields (fault, phase, number of the visit, its seconds) for each run. First uses each fault and each
+    phase once."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -567,7 +574,7 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Runs a training with the fault `chosen` (from `choose`). Returns the result line."""
+    """Runs a training with the fault `chosen` (from `choose`). Returns the line to print."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

@@ -18,8 +18,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def arguments(doc: str, **defaults: Any) -> argparse.Namespace:
-    """Parses the command line. defaults: flag -> default value; False makes a switch, a tuple takes any
-    number of words. doc: the text of --help."""
+    """Parses the command line.
+
+    doc: the text of --help
+    defaults: flag -> default value. With the default False, the flag is a switch. With a tuple, it takes any
+        number of words."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in defaults.items():
         if default is False:
@@ -50,13 +53,14 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def torchrun(ranks: int, *words: object) -> list[str]:
-    """Returns the command for Python with the arguments `words`; under torchrun for several ranks."""
+    """Returns the command that runs Python with the arguments `words`, under torchrun if `ranks` is above
+    1."""
     return [sys.executable, *([*TORCHRUN, str(ranks)] if ranks > 1 else []), *map(str, words)]
 
 
 def in_forks(calls: Sequence[tuple[Callable[[], None], Path]], jobs: int) -> Iterator[tuple[int, int]]:
-    """Runs each call (function, file for its output) in a fork, `jobs` at a time. Yields (index, exit status)
-    when a call ends."""
+    """Runs each call (function, file for its output) in a forked process, `jobs` at a time. Yields (index of
+    the call, exit status) when a call ends."""
     def child(call: Callable[[], None], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

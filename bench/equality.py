@@ -3,18 +3,22 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
 The pairs of answer and gold answer:
-    seen      two thirds of the synthetic pairs of bench/equality_pairs.py; --draws draws per template
-    unseen    the other third
+    seen      two thirds of the synthetic pairs of bench/equality_pairs.py, where --draws is the number of
+              random draws per template
+    unseen    the other third of these pairs
     foreign   794 pairs of bench/equality_foreign.jsonl, by another author
-    second    204 more pairs of this file, written before the grader's second revision
+    second    204 more pairs of equality_foreign.jsonl, written before the grader's second revision
     golds     two thirds of the pairs of bench/equality_golds.txt, with gold answers as in competitions
-    others    the other third
-Nobody looks at `unseen` and `others` while improving the grader. They need --unseen.
+    others    the other third of these pairs
+Nobody looks at `unseen` and `others` while improving the grader. Without --unseen they are left out.
 
-The graders are math-verify, the present grading/answers.py (`after`), and that of the commit --before.
+The graders:
+    before         grading/answers.py of the commit --before
+    after          grading/answers.py of the working tree
+    math-verify
 
---failures prints the wrong verdicts of `after`, except on unseen pairs. --unseen writes
-bench/results/equality.md and .json.
+--failures prints the wrong verdicts of `after`, except on pairs of `unseen` and `others`. --unseen writes
+bench/results/equality.md and equality.json.
 """
 
 from __future__ import annotations
@@ -107,7 +111,7 @@ def foreign() -> list[Pair]:
 
 
 def golds() -> list[Pair]:
-    """Lines of the file: `# category`, or `gold ~ right ~ right ~~ wrong ~ wrong`."""
+    """Returns the pairs of equality_golds.txt. Its lines: `# category` or `gold ~ right ~~ wrong ~ wrong`."""
     found, category = [], ""
     for line in (ROOT / "bench/equality_golds.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):

@@ -1,4 +1,4 @@
-r"""Synthetic pairs of an answer and a gold answer, by category. Each pair says whether they are equal.
+r"""Synthetic pairs of an answer and a gold answer, by category. A pair also says whether the two are equal.
 
 Most pairs come from the templates in equality_pairs.txt. A template has a name, random variables, gold
 answers, other ways to write them (`right`), and answers that are nearly right (`wrong`):
@@ -25,11 +25,11 @@ class Pair(NamedTuple):
     answer: str
     gold: str
     same: bool
-    unseen: bool  # nobody looks at these pairs while improving the grader
+    unseen: bool  # held out: nobody looks at this pair while improving the grader
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns different pairs: of `varied`, and of the templates, each filled `draws` times."""
+    """Returns the pairs of the templates, each filled `draws` times, and of `varied`, without repetitions."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same
@@ -37,7 +37,8 @@ def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
 
 
 def unseen(gold: str) -> bool:
-    """Returns whether the pairs of a gold answer are in the unseen third. A hash keeps the choice fixed."""
+    """Returns whether the pairs of this gold answer are held out. A hash chooses a third of all gold answers,
+    so the choice never changes."""
     return hashlib.sha256(gold.encode()).digest()[0] % 3 == 0
 
 

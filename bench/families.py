@@ -1,11 +1,11 @@
-"""Measures how far each supported model family is from transformers' own implementation.
+"""Measures the differences between torz's and transformers' models, for each supported model family.
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
-The models are those of tests/families.py. vLLM takes about 20 s per model.
+The models are those of tests/families.py. vLLM takes about 20 s per model; --no_vllm leaves vLLM out.
 
-Writes bench/results/families.json and families.md. With --only, the other models keep their rows. The exit
-status is 1 if a difference is above its limit.
+Writes bench/results/families.json and families.md. With --only, the other models keep their rows there. The
+exit status is 1 if a difference is above its limit.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def in_own_process(path: str) -> float | str:
 
 
 def save(rows: list[dict], names: list[str]) -> str:
-    """Writes families.json and .md, with the old rows of other models. Returns the .md's text."""
+    """Writes `rows`, and the old rows of other models, to families.json and families.md. Returns the text of
+    families.md."""
     file = RESULTS / "families.json"
     earlier = json.loads(file.read_text())["models"] if file.exists() else []
     by_name = {row["model"]: row for row in [*earlier, *rows]}

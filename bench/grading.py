@@ -2,10 +2,11 @@
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-`math_verify_a_second` counts only the answers that need math-verify. Hostile answers are those of
-tests/test_reward.py, each in five variants.
+The printed `math_verify_a_second` counts only the answers that need math-verify. Hostile answers are those
+of tests/test_reward.py, each in five variants.
 
-The exit status is 1 if a grade is wrong, or if the grader fails after the hostile answers.
+The exit status is 1 if the grade of a typical answer is wrong, if the grade of a hostile answer is not
+timeout, unparsed or wrong, or if the grader fails afterwards.
 """
 
 from __future__ import annotations

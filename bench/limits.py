@@ -22,7 +22,7 @@ def best_seconds(f: Callable[[], object], device: torch.device, rounds: int = 8)
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Returns the bytes read plus the bytes written per second when a large tensor is copied."""
+    """Returns bytes read plus bytes written, per second, when a large tensor is copied."""
     size = 2**30 if device.type == "cuda" else 2**27
     x = torch.zeros(size, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
@@ -36,8 +36,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak memory during f() minus the memory before, in bytes: of torch's allocator on a GPU,
-    of this process on a CPU (Linux only)."""
+    """Returns the peak memory during f() minus the memory before, in bytes. The memory is that of torch's
+    allocator on a GPU, of this process on a CPU (Linux only)."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -45,7 +45,7 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
         f()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Otherwise f() could use freed memory, and the peak would not rise.
+    # Returns freed memory to the system. Otherwise f() could use it, and the peak would not rise.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
     before = _status("VmRSS")

@@ -6,7 +6,7 @@ The default model takes 2 GB of disk. Prints one JSON line per rank:
     share_gib        size of the rank's shard in fp32
     peak_gib         peak memory while loading, minus the memory before
     by_share         peak_gib / share_gib; about 1 if the rank reads only its own slices
-    within           whether peak_gib is within 1.3 × share_gib + one layer
+    within           whether peak_gib is at most 1.3 × share_gib + one layer
     file_pages_gib   pages of the mapped files; not in peak_gib
 """
 

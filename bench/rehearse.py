@@ -2,9 +2,10 @@
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
-1. Four torchrun agents with 8 ranks each train two steps of 128 × 64 samples and save.
+1. Four torchrun agents, with 8 ranks each, train two steps of 32 × 8 samples and save a checkpoint.
 2. 8 ranks with the debug layout resume the run and train two more steps.
-3. Phase 1 again, with models that all 32 ranks shard. The rewards must be those of phase 1.
+3. Phase 1 again, but all 32 ranks shard a model together, not the 8 ranks of an agent. The rewards must be
+   equal to those of phase 1.
 
 Prints a JSON line per phase: seconds, memory, and what rank 0 sent (bench/traffic.py). --out must be a new or
 empty folder. It is removed at the end.

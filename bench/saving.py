@@ -7,7 +7,7 @@ Prints one JSON line:
     waits_s            seconds that training waits for the copy to host memory
     difference_share   extra time of a block with a save, divided by the time of a block without; mean over
                        pairs of blocks, without the lowest and the highest tenth
-    cpu_share          the same in CPU seconds of this rank
+    cpu_share          the same for the CPU seconds of rank 0
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     run, waits = train.prepare(cfg), []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
-    run.start = 1  # step 0 prints samples
+    run.start = 1  # not 0, because step 0 prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
         # The order without, with, with, without cancels a slow drift of the machine's speed.
         saves = block % 4 in (1, 2)

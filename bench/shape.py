@@ -2,7 +2,8 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has sums to train on and the demo's tokenizer. Most sampled tokens have no text.
+The folder also has sums to train on and the demo's tokenizer. This tokenizer is small, so most sampled tokens
+have no text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape of tools/plan.py. layers, vocab: 0 means the shape's."""
+    """Returns the Hugging Face config of a shape in tools.plan.KNOWN. layers, vocab: 0 means the shape's."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN

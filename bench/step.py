@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
 Takes all flags of train.py. Prints one JSON line per measurement: medians over the steps after the third.
-`mfu` is FLOP per second, divided by those of a large matrix product.
+`mfu` is a rank's training FLOP per second of the step, divided by the FLOP/s of a large matrix product.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def phases_of(row: dict) -> dict[str, float]:
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> its fields in the JSON line. `peak` is the device's FLOP/s."""
+    """Returns name of a measurement -> its fields in the JSON line. peak: the device's measured FLOP/s."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:
@@ -65,7 +65,7 @@ def main() -> None:
         run.grader.close()
         run.log.close()
         rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
-        dist.gather(None)  # waits: rank 0 removes the folder that all ranks read
+        dist.gather(None)  # wait for all ranks to read the folder: rank 0 then removes it
     if not world.main:
         return
     require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")

@@ -1,15 +1,15 @@
-"""Simulates how long rollouts take if a few responses are much longer than the others, under several rules.
+"""Simulates how long rollouts take if a few responses are much longer than the others.
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-Decoding has the speed that tools/plan.py estimates. The rules:
-    whole       each response is sampled to its end by one engine
-    one round   --round_len is the length limit
-    rounds      --round_len is a sixteenth of the length limit
-    carry X     like `rounds`, with --carry X
-    ideal       a lower bound: all engines always decode a full batch
+Decoding has the speed that tools/plan.py estimates. Compares these rules for sharing out the responses:
+    whole                   one engine samples a response to its end
+    one round               --round_len is the length limit
+    rounds                  --round_len is a sixteenth of the length limit
+    carry X, staleness N    like `rounds`, with --carry X --max_staleness N
+    ideal                   a lower bound: all engines always decode a full batch
 
---out writes one JSON line per rule.
+--out writes the rows of the printed tables as JSON lines.
 """
 
 from __future__ import annotations
@@ -77,10 +77,14 @@ class Simulation:
         self.next = 0
 
     def step(self, step: int) -> dict[str, float]:
-        """Simulates one step's rollout. staleness, oldest: mean and largest age of the weights that sampled
-        the tokens, in steps. idle: fraction of the time in which engines wait."""
+        """Simulates one step's rollout. Returns a dict:
+
+            seconds              of the rollout
+            idle                 fraction of the engines' time in which they wait
+            staleness, oldest    mean and largest age in steps of the weights that sampled the tokens
+            tokens               number of tokens in the step's samples"""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # new weights: prefilled again, as if moved
+        moved = set(self.going)  # the weights are new, so all are prefilled again, as if moved
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -144,11 +148,14 @@ def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callab
 
 def lognormal(mean: float, sigma: float, cap: int, alike: float,
               seed: int = 0) -> Callable[[int], np.ndarray]:
-    """Returns a function that draws log-normal lengths of the responses to one prompt. cap, mean: their
-    maximum and mean. sigma, alike: standard deviation and correlation of their logarithms."""
+    """Returns a function that draws log-normal lengths of the responses to one prompt.
+
+    cap, mean: maximum and mean of the lengths
+    sigma: standard deviation of the lengths' logarithms
+    alike: correlation of these logarithms between two responses to the same prompt"""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
-    for _ in range(30):  # until the mean of the cut lengths is `mean`
+    for _ in range(30):  # until the mean of the lengths, cut at `cap`, is `mean`
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):
@@ -162,7 +169,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
-    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes."""
+    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes, so
+    its time is the longer of the two."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
@@ -180,7 +188,7 @@ SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:
     cfg, cost = gpu_cost(preset, model)
     engines, cap, prompt = gpus // cfg.tp, cfg.max_response_len, 200
-    cfg = replace(cfg, tp=1)  # `cost` is that of the whole engine
+    cfg = replace(cfg, tp=1)  # `cost` already counts all GPUs of an engine
     rules = {"whole": {}, "one round": dict(round_len=cap), "rounds": dict(round_len=cap // 16)} | {
         f"carry {carry}, staleness {most}": dict(round_len=cap // 16, carry=carry, max_staleness=most)
         for carry, most in ((0.1, 2), (0.25, 2), (0.5, 4), (1.0, 8))}

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
-Rank 0 prints one JSON line: GiB within its node and to other nodes, by collective. They are computed from the
-sizes of tensors, for NCCL's ring (tools.plan.sent).
+Rank 0 prints one JSON line: for each collective, the GiB to ranks of its node and to other nodes.
+tools.plan.sent computes the GiB from the sizes of tensors, for NCCL's ring.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     load_models = train.load_models
 
     def start(*args):
-        SENDS.clear()  # forgets the network check at the start
+        SENDS.clear()  # drops the bytes of the network check at the start
         return load_models(*args)
 
     train.load_models = start

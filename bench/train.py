@@ -1,19 +1,19 @@
-"""Measures the trainer's phases alone, on synthetic packs and a model of any shape with random weights.
+"""Measures the phases of training without an engine, on synthetic packs and random models of any shape.
 
     python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--layers 0] [--vocab 0]    # 0: as in the shape --size
+                          [--recompute none] [--layers 0] [--vocab 0]    # 0: that of --size
 
 The phases:
     logprobs   log-probs without gradients
     policy     a PPO update of the policy
     critic     an update of the critic
-    head       log-probs from random hidden states, and the gradients
+    head       the policy's output layer alone: log-probs from random hidden states, and gradients
 
-An update has --packs packs of --pack tokens in segments of --segment tokens. --recompute N recomputes all of
-the first N layers.
+An update has --packs packs. A pack has --pack tokens, in segments of --segment tokens. With --recompute N,
+the first N layers are recomputed in whole.
 
-Prints one JSON line per phase, with medians over the rounds after the first:
-    mfu          FLOP per second, divided by those of a large matrix product
+Prints one JSON line per phase. Times are medians over the rounds after the first.
+    mfu          FLOP per second, as a fraction of a large matrix product's FLOP per second
     limit_s      lower bound of the seconds, from the speeds of a large matrix product and a large copy
     memory_gib   peak memory of the phase minus the memory before
 """
@@ -143,7 +143,7 @@ def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | N
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
         # A forward pass reads the weights once per pack, a backward pass twice. An update also reads and
-        # writes weights, gradients and two moments in fp32: 4 * 2 * 4 bytes per weight.
+        # writes four fp32 tensors (weights, gradients, two moments): 4 * 2 * 4 bytes per weight.
         read = size * world.dtype.itemsize * len(packs)
         if kind is Policy:
             phases.measure("logprobs", partial(score, model, packs), flop / 3, read, tokens)

@@ -2,7 +2,7 @@
 
     python -m bench.verdict runs/NAME/metrics.jsonl [--steps 20]
 
---steps: smallest number of steps. The exit status is 0 if all checks pass, else 1.
+--steps: the run must have at least this number of steps. The exit status is 0 if all checks pass, else 1.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns each step's sum of these metrics; [NaN] without steps, which meets no demand."""
+        """Returns each step's sum of these metrics; [NaN] without steps, which passes no limit."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
-    # 2.0: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver, without NCCL's buffers.
-    # 0.03: rounding makes a mean gap of 0.026 nats. Stale weights or a wrong temperature make 0.1 or more.
+    # Reasons for two of the limits:
+    # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver, without NCCL's buffers.
+    # 0.03 nats: the mean gap is 0.026 from rounding, 0.1 or more from stale weights or a wrong temperature.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

@@ -11,8 +11,8 @@ Sides:
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
 
-The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is TRL's
-interpreter. --side, --seed and --out are for the program's own processes.
+The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is the Python of an
+environment with TRL. The program sets --side, --seed and --out itself, for the processes that it starts.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
 """
@@ -38,7 +38,7 @@ from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")
 MARK = "vs_trl: "
-TURN = 4  # number of steps
+TURN = 4  # steps in a turn
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_MMAP_THRESHOLD_": "33554432"}

@@ -1,7 +1,8 @@
 """An engine in plain PyTorch with a static KV cache, for laptops and tests.
 
 At most `max_num_seqs` responses are decoded at once, in a batch called a wave. Responses to the same prompt
-share a row of the KV cache as long as their tokens are equal:
+share a row of the KV cache as long as their tokens are equal. Example: responses 1 and 2 to the prompt `p q`,
+and response 3 to the prompt `r`:
 
     step   sampled tokens       rows of the cache (| separates rows)   row of each response (`where`)
     0      -                    p q | r                                1: 0   2: 0   3: 1
@@ -9,7 +10,7 @@ share a row of the KV cache as long as their tokens are equal:
     2      1: b   2: c  3: y    p q a b | r x y | p q a c              1: 0   2: 2   3: 1
     3      1: EOS 2: d  3: z    p q a c d | r x y z                    1 ended   2: 0   3: 1
 
-Prompts are padded on the left, so each decoding step writes one column."""
+Prompts are padded on the left, so each decoding step writes the same column in all rows."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from model import Policy, Segments, rms_norm
 
 
 class Cache:
-    """The KV cache. A row has the tokens of a prompt and of its response. Shape for each layer, for keys and
-    values: (2, capacity, Hkv, columns, d)."""
+    """The KV cache. A row holds keys and values for the tokens of a prompt and its response. Each layer has
+    one tensor of shape (2, capacity, Hkv, columns, d): keys, then values."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
         """lengths (R,): number of tokens of each distinct prompt
@@ -36,7 +37,7 @@ class Cache:
         self.column = self.width  # the column that the next decoding step writes
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = 2, capacity, config.num_key_value_heads, self.width + steps, head
-        # zeros, because masked attention computes 0 × NaN = NaN
+        # zeros: unwritten memory may be NaN, and attention computes 0 × NaN = NaN for a masked column
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
         padding = lengths.new_zeros(capacity)
         padding[:self.rows] = self.width - lengths
@@ -57,16 +58,16 @@ class Cache:
                 cached[row, :, column] = new[0].transpose(0, 1)
 
     def read(self, layer: int, window: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns keys, values and a mask that is false at padding, for the last `window` columns. None:
-        all."""
+        """Returns keys, values and a mask that is false at padding, for the last `window` columns (None: for
+        all columns)."""
         end = self.column + 1
         start = max(0, end - window) if window else 0
         key, value = self.layers[layer][:, :self.rows, :, start:end]
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Replace the rows of the cache by copies of the rows `parents` (n,), which must be sorted.
-        Returns (n,): the new row of each. Most rows stay where they are, because copying takes time."""
+        """Make the cache consist of the rows `parents` (n,): sorted row numbers, which may repeat. Returns
+        (n,): the new row number of each. Most rows stay where they are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -93,7 +94,7 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
-        """Fuse the current weights, and compute the rotary embedding of `positions` positions."""
+        """Fuse the current weights, and compute the rotary embedding of the first `positions` positions."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -136,7 +137,7 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns the weight and the bias (or None) of one layer that replaces the layers `names` of `module`."""
+    """Returns weight and bias (or None) of one linear layer that replaces the layers `names` of `module`."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -168,7 +169,7 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
     def _wave(self, wave, requests, limits, temperature, key, top_p):
-        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each when it ends."""
+        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each at its end."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -195,7 +196,7 @@ class TorchEngine(Engine):
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
             if done or cache.rows < len(where):
-                # Each distinct pair (row, token) gets one row.
+                # Each distinct pair (row, token) gets one row of the cache.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t
@@ -225,10 +226,10 @@ class TorchEngine(Engine):
         return cache, self._tensor([row_of[p] for p in prompts]), torch.cat(last)
 
     def _stopped(self, token, ids, t):
-        """Returns (B,) bool: true for a response that ends at step t, by EOS or a stop string. Decoding is
-        slow, so only tokens in `may_stop` are decoded.
+        """Returns (B,) bool: true for a response that ends at step t, by EOS or a stop string. Decoding to
+        text is slow, so a stop string is looked for only after a token that may complete one (`may_stop`).
 
-        token (B,): the tokens of step t. ids (B, steps): those of steps 0 to t"""
+        token (B,): the tokens of step t. ids (B, steps): the tokens of steps 0 to t"""
         stopped = torch.isin(token, self.eos_tensor)
         if self.cfg.stop:
             for j in (self.may_stop[token] & ~stopped).nonzero()[:, 0].tolist():
@@ -268,7 +269,7 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
-    """Returns `count` uniform random numbers in [0, 1). A larger count continues the same numbers."""
+    """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 

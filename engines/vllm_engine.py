@@ -1,9 +1,9 @@
 """An engine that runs vLLM inside each training rank.
 
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
-and no KV cache. Loading allocates the KV cache last, to keep the peak memory low.
+and no KV cache. `load` allocates the KV cache last, to keep the peak memory low.
 
-Only tested versions of vLLM are accepted: vLLM 0.26 loses a part of its state in sleep."""
+Only tested versions of vLLM are accepted, because a version may lose state in sleep, as vLLM 0.26 does."""
 
 import os
 import warnings
@@ -77,7 +77,7 @@ class VLLMEngine(Engine):
             k = key_of[output.request_id]
             if k in requests:
                 response = output.outputs[0]
-                # _enqueue sets logprobs=0: vLLM returns the log-prob of each sampled token only.
+                # _enqueue sets logprobs=0: vLLM then returns only the log-probs of the sampled tokens.
                 assert response.logprobs.token_ids == list(response.token_ids)
                 ids = np.array(response.token_ids, dtype=np.int32)
                 logp = np.array(response.logprobs.logprobs, dtype=np.float32)
@@ -118,7 +118,7 @@ def _import_vllm():
     with explained("for --engine vllm, vllm can't be imported",
                    "pip install -r requirements.txt, or --engine torch", ImportError):
         from vllm import LLM, __version__
-    # The point after the number accepts 0.32 and 0.32.1, but not 0.320.
+    # Because of the added point, 0.32 and 0.32.1 match the version 0.32, but 0.320 does not.
     tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
             f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch")
@@ -126,8 +126,8 @@ def _import_vllm():
 
 
 def _repack_tied_head(model):
-    """Update vLLM's packed copy of the head's weights on a CPU. vLLM itself does not update it if head and
-    embedding are tied."""
+    """On a CPU, update vLLM's packed copy of the head's weights. vLLM does not update this copy itself if
+    head and embedding are tied."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":

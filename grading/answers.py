@@ -8,30 +8,32 @@ grading/worker.py runs `grade` in processes that can be killed.
 
 Equality is decided in three steps:
 
-1. `normalise` gives both texts the same spelling: `5 "meters"`.
+1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`.
 2. `read` gives each text a type, such as number or list. Texts of one type are compared part by part.
-3. math-verify compares expressions.
+3. math-verify compares expressions and equations, such as `x+1`.
 
 What counts as equal:
 
-- Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation (`3+4`) is
-  wrong. The comment above OPERATIONS has the rules.
+- Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation is wrong:
+  `3+4` does not equal 7. The comment above OPERATIONS has the rules.
 - A text that can't be read as a whole, such as `3@\frac{1}{2}`, is a wrong answer. As a gold answer it can
   raise ValueError.
 - A decimal may round the other number, by at most one part in a million: `0.3333333` equals `1/3`, `0.33`
   does not. Two decimals with the same number of places must be equal. Integers are exact.
-- A percent is a hundredth: `5\%` equals 0.05, not 5. Numbers in other bases are not converted.
-- Units are not converted. If only the gold answer has a unit, it is ignored: 10 equals `10 cm`.
-- If only the answer has a unit, it must be a known unit or a plural noun: `28 pizzas` equals 28, `28 halved`
-  does not.
+- A percent is a hundredth: `5\%` equals 0.05, not 5.
+- Numbers in other bases are not converted: `101_2` does not equal 5.
+- Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
+- If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
+  `28 halved` does not.
 - `(B) 15` equals `15`.
 - The order counts in tuples, not in lists and sets. `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
-  inequalities all mean the union.
+  inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
 - `x=5` equals `5`, but neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
 - A condition such as `k\in\mathbb{Z}` is ignored.
-- `3+4=7` equals 7, but `6=7` does not. An answer may add its rounding, to one percent: `\frac56\approx0.83`.
+- `3+4=7` equals 7, but `6=7` does not.
+- After `\approx`, an answer may add a number that is right within one percent: `\frac56\approx0.83`.
 """
 
 import re
@@ -58,8 +60,8 @@ CHARACTERS = str.maketrans({
     **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
     "°": r"^\circ ", "€": r"\text{euros}", "£": r"\text{pounds}", "¢": r"\text{cents}",
 })
-# `_boxes` counts the braces that BRACE matches with a group. It skips what BRACE matches without a group:
-# printed braces, \{ and \}, and the line break \\ (so that the { of \\{ counts).
+# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` counts both. Without a group, BRACE matches
+# what `_boxes` must skip: the printed braces \{ and \}, and the line break \\ (the { of \\{ does count).
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # (?>…) and *+ never try a second way to match, so the time is linear.
@@ -79,7 +81,7 @@ def extract_answer(text: str) -> str | None:
     r"""Returns the content of the last balanced \boxed{}, stripped. Reads only the last <answer>...</answer>
     block that contains a box. Returns None if there is no box, or if the box is empty.
 
-    A block counts only if it has its end, so `text` must include the stop string `</answer>`.
+    A block without its end does not count, so `text` must include the stop string `</answer>`.
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
@@ -201,7 +203,7 @@ SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol 
 SPELLINGS |= {name: rf"\{name} " for name in (
     "arcsin arccos arctan sin cos tan cot sec csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= {key: value + " " * value[-1].isalpha()  # \le and a letter must not become one command
+SPELLINGS |= {key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
               for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)}
 TOKEN = re.compile(r"""
     \\(?:begin|end)\{\w+\*?\}
@@ -336,20 +338,20 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit, whether the words look like a unit): True for
-                    5 cm; False for 5 nearly, which therefore does not equal 5
+        quantity    (Reading of the number, words of the unit, whether the words look like a unit). They do
+                    in 5 cm, but not in 5 nearly, so 5 nearly does not equal 5
         list        Readings of the elements of a list or set
-        tuple       (form, Readings of the elements). Form of (1,2): "()"; of x=1, y=2: "="; of 1:2:3: ":";
-                    of 3 \pmod 7: "mod 7"; of a matrix of 2 x 2 cells: "matrix [2, 2]"
+        tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
+                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
         intervals   (variable or None, edges). An interval has two edges, (bracket, [Reading of the number]).
                     1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
         chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
                     ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
-        text        words in lower case, without articles and plural s; or one letter; or "101 base 2" for
-                    101_2, a number with its base
+        text        words in lower case, without articles and plural s; or letters such as C or AB; or
+                    "101 base 2" for 101_2, a number with its base
 
-    The kinds equation (also an inequality that is no interval) and expression have no parts (None)."""
+    Two kinds have no parts (None): expression, and equation (also an inequality that is no interval)."""
     kind: str
     text: str
     parts: object = None
@@ -362,15 +364,15 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
-# Words after a number are a unit, as in `5 meters`. But if one of these words is among them, or a word that
-# PART matches, the number and the words are a text, as in `10 dozen`, which is not 10.
+# Words after a number are its unit: `5 meters`. But if one of them is in NO_UNIT or matches PART, the number
+# and the words together are a text: `10 dozen` does not equal 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
 # `5 cm` and `5 pizzas` equal 5, because cm is in ALIASES, and pizzas looks like a noun. `5 nearly`
-# does not. Nouns match ONE after a number up to 1 (`1 pizza`), else MANY (plurals).
+# does not. After a number up to 1 (`1 pizza`), nouns are words that match ONE; after others, MANY (plurals).
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -424,9 +426,9 @@ def _split(text, name):
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
-    """Returns the Reading of a normalised text. depth: number of parts of the answer that enclose this text;
-    0 for the whole answer."""
-    if depth <= 8 and text:  # a text at a deeper level is one expression
+    """Returns the Reading of a normalised text. depth: how deep the text is nested in the answer; 0 for the
+    whole answer."""
+    if depth <= 8 and text:  # a text that is nested deeper is one expression
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
             if reading := reader(text, depth + 1):
@@ -436,7 +438,7 @@ def read(text: str, depth: int = 0) -> Reading:
 
 def _read_list(text, depth):
     r"""Returns the Reading of parts with `;` or else `,` between them, or of 1\pm2. None for any other text.
-    Several names or bounds make one Reading: "x=1; x=2", "x<1; x>2"."""
+    "x=1; x=2" gives a Reading of the kind "named", and "x<1; x>2" one of the kind "intervals"."""
     parts, found = _split(text, "group")
     if not found:
         parts, found = _split(text, "list")
@@ -462,8 +464,8 @@ def _read_list(text, depth):
 
 
 def _several(reading):
-    """Returns the elements of a Reading that is a list without braces. For any other Reading, also a set,
-    returns a list of only this Reading."""
+    """Returns the elements of a Reading that is a list without braces; [reading] for any other Reading, also
+    for a set."""
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
 
 
@@ -536,8 +538,8 @@ def _read_inequality(text, depth):
 
 
 def _edges(reading):
-    """Returns the edges (see Reading) of the intervals that a Reading stands for; [] if it stands for none,
-    as (2,1). A number x stands for [x,x]."""
+    """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
+    [x,x]. Returns [] if the Reading is no interval: in (2,1), the upper edge is below the lower one."""
     kind, _, parts = reading
     if kind == "intervals":
         return parts[1]
@@ -580,8 +582,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of a text that has words in quotes (`normalise` adds the quotes), such as 5 "m"; of
-    one letter, but not e or i; or of capitals such as AB. None for any other text."""
+    """Returns the Reading of three kinds of text: with words in quotes (`normalise` adds the quotes), such as
+    5 "m"; one letter except e and i; capitals such as AB. None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -625,7 +627,9 @@ def _read_scalar(text, depth):
 
 def _number(text):
     """Returns the Number of a normalised decimal, repeating decimal, fraction or mixed number. None for any
-    other text. A fraction may end with a percent sign; for decimals, `normalise` made it *10^{-2}."""
+    other text, also for a fraction whose value is an integer, such as 84/2.
+
+    A fraction may end with a percent sign. In decimals, `normalise` has replaced the sign by *10^{-2}."""
     if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
         sign, whole, places, repeated, power = match.groups("")
         value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")
@@ -646,10 +650,10 @@ def _number(text):
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
 # repeating the problem. If the gold answer is a number, the expression 3+4 is wrong. What an answer
-# may contain:
+# may contain, and when:
 #
-#     fraction of integers        always: 6/8, but not 84/2, because its value is an integer. Nor a ratio of
-#                                 roots such as \frac{\sqrt{30}}{\sqrt3}
+#     fraction of integers        always: 6/8. But neither 84/2, because its value is an integer, nor a ratio
+#                                 of roots such as \frac{\sqrt{30}}{\sqrt3}
 #     sum of like terms           if the gold answer has one, too: 2\pi+3\pi does not equal 5\pi
 #     product of numbers          if the gold answer has one, or a power: 2\cdot2^{2023} equals 2^{2024}
 #     power or factorial          if the gold answer has one: 2^3x does not equal 8x. Also in an equation with
@@ -677,7 +681,7 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# A, A., (A), option A, or `(A) 15`, which `_letter` turns into `15 CHOICES A`. Not `A)`: half of a bracket.
+# Matches A, A., (A), option A, and `(A) 15`, which `_letter` turns into `15 CHOICES A`. Does not match `A)`.
 LETTER = re.compile(r"(?:[\d\\$-].* CHOICES |CHOICE |OPTION )?(\()?([A-Z])(?(1)\))\.?")
 
 
@@ -797,8 +801,8 @@ def _all(verdicts):
 
 
 def _same_quantity(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings have a unit. A unit that only the answer has is
-    ignored if it is surely a unit (`free`); else the answer is wrong."""
+    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, and its
+    words do not look like a unit (`free` is False), the answer is wrong."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
@@ -818,7 +822,7 @@ def _same_number(answer, gold, prove):
 
 
 def _same_tuple(answer, gold, prove):
-    """Returns whether two tuples have the same brackets and the same parts in the same order. None if no part
+    """Returns whether two tuples have the same form and the same parts in the same order. None if no part
     is known to differ, but some parts are not known to be equal."""
     (kind, a), (needed, b) = answer, gold
     # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
@@ -852,7 +856,7 @@ COMPARE = {"number": _same_number, "list": _unordered, "tuple": _same_tuple,
 
 @lru_cache(4096)
 def _parse(text):
-    """Parses `text` with math-verify's parser. Returns a sympy object, or None unless the parser can read the
+    """Parses `text` with math-verify's parser. Returns a sympy object, or None if the parser can't read the
     whole text."""
     from latex2sympy2_extended import latex2sympy
     from math_verify.grader import should_treat_as_complex
@@ -861,8 +865,8 @@ def _parse(text):
     if MISREAD.search(text):
         return None
     text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
-    # latex2sympy is called directly, because math_verify.parse would read only a part of some texts: \frac34
-    # of 5@\frac34.
+    # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
+    # refuses such texts.
     with suppress(Exception), evaluate(False):
         found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None)
         # The parser reads i as a variable, but i is the imaginary unit. Decimals become exact fractions.
@@ -875,12 +879,12 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
-    """Returns whether two normalised expressions are equal. Returns False if they are too large to compute,
-    or if `answer` has a calculation or a variable that `gold` lacks. Raises ValueError if `gold` can't be
-    parsed. math-verify may raise further errors.
+    """Returns whether two normalised expressions are equal. Returns False if `answer` can't be parsed, if the
+    values are too large to compute, or if `answer` has a calculation or a variable that `gold` lacks. Raises
+    ValueError if `gold` can't be parsed. math-verify may raise further errors.
 
-    tolerance: largest relative difference of two decimals, default 1e-6. With a tolerance, `answer` may have
-    any calculation."""
+    tolerance: largest relative difference of two numbers if one has a decimal point; None: 1e-6. With a
+    tolerance, `answer` may have calculations and variables that `gold` lacks."""
     from math_verify import verify
 
     right, left = _parse(gold), _parse(answer)
@@ -902,11 +906,11 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 
 @lru_cache(4096)
 def _calculations(text):
-    """Returns the kinds of calculations that the text leaves undone ("sum", "product", "power") and the
-    text's variables, in one set. math-verify's parser reads X as x, so `math_equal` compares variables."""
+    """Returns one set: the kinds of calculations that the text leaves undone ("sum", "product", "power"), and
+    the text's variables. `math_equal` compares variables, because math-verify's parser reads X as x."""
     from sympy import Add, Expr, I, Mul, denom, flatten, numer
 
-    # \frac{84}{2} is found in the text, because the parser already makes 42 of it.
+    # Ratios of integers are searched in the text, because the parser turns \frac{84}{2} into 42.
     ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} is \frac{30}{3}
     found = _variables(text) | {
         "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", ratios)

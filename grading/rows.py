@@ -45,7 +45,7 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# Lists and objects as text, as in data converted from CSV, are refused.
+# Data converted from CSV may have lists and objects as text. Rows that match one of these are refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -128,7 +128,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # A number may be the index of a choice. Responses that state the choice's text would be wrong.
+        # The number may be a choice's index. Then a response with the choice's text would count as wrong.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -188,7 +188,7 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the name of the row's data set, or "". In Open-Instruct RLVR it is a list of one text."""
+    """Returns the row's data set, or "". In Open-Instruct RLVR the field is a list of one text."""
     value = _first(fields, "dataset", "data_source")
     if isinstance(value, list) and len(value) < 2:
         value = value[0] if value else None
@@ -225,7 +225,7 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text, without its worked solution; None if the row has none."""
+    """Returns the gold answer as text, without its worked solution; None if the row has no gold answer."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -247,14 +247,14 @@ def _answer(fields, where):
 
 
 def _form(text):
-    """Returns where a gold answer's text has the answer itself."""
+    """Returns where the answer is in the text of a gold answer, which may also have a worked solution."""
     return ("a box" if "\\boxed" in text or "\\fbox" in text else
             "####" if "####" in text else "the whole text")
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns lines about rows that may have wrong gold answers: Row.form is not as in most rows, or a math
-    problem's answer has several words. rows: (number, Row) of one file"""
+    """Returns warnings, one line each, about rows whose gold answer may be wrong: Row.form is not that of
+    most rows, or the answer to a math problem has several words. rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
     odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]

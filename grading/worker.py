@@ -9,7 +9,8 @@ On some responses math-verify hangs, fills the memory or crashes, so it runs in 
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
-A process with CUDA and threads must not fork, so a server forks the workers.
+A chunk is one message with up to CHUNK requests. A process with CUDA and threads must not fork, so a server
+forks the workers.
 
 Departures from Open-Reasoner-Zero:
 
@@ -48,25 +49,26 @@ SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters of an answer; a longer answer counts as "unparsed"
 MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 CACHE = 16_384  # maximum number of cached grades
-MAX_REPLY = 200_000  # maximum length of an environment's text
-CHUNK = 16  # maximum number of requests in a chunk, one message
+MAX_REPLY = 200_000  # maximum number of characters of an environment's text
+CHUNK = 16  # maximum number of requests in a chunk
 LARGEST = 3.4028234e38  # largest float32; a pack stores rewards as float32
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
-WALL = 4  # a worker that sleeps is killed after this number of deadlines of wall time
+WALL = 4  # wall-time limit of a chunk, in deadlines: a worker that sleeps uses no CPU time
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
-# Starts the server as __main__, because `serve` takes torz's `grading` and `configs` out of sys.modules.
+# Runs this file as __main__: pebble pickles a function as MODULE.NAME, and `serve` takes torz's modules
+# `grading` and `configs` out of sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
 
 # A request to a worker:
 #     "compare", answer, gold, kind                call answers.grade
-#     "score", function, response, gold, kind      call a reward function by position
-#     "score", function, JSON                      call a reward function by name
+#     "score", function, response, gold, kind      call a reward function with positional arguments
+#     "score", function, JSON                      call a reward function with keyword arguments
 #     "reply", function, problem, text, turn       call the environment; turn: from 1
 Request = tuple
 
@@ -89,7 +91,7 @@ class Reply(NamedTuple):
     reward: the response's reward; None: the response is graded as usual
     done: True ends the response without appending `text`
 
-    The function may also return a str, None or a tuple, for Reply(str), Reply() or Reply(*tuple)."""
+    An environment may also return a str for Reply(str), None for Reply(), or a tuple for Reply(*tuple)."""
     text: str | None = None
     reward: float | None = None
     done: bool = False
@@ -131,7 +133,7 @@ def _outcome(what, *arguments):
 
 
 def reason_of(reward: float) -> str:
-    """Returns the reason of a reward: a reward between 0 and 1 is "partial"."""
+    """Returns "correct" for a reward of at least 1, "partial" for one above 0, else "wrong"."""
     return "correct" if reward >= 1 else "partial" if reward > 0 else "wrong"
 
 
@@ -144,8 +146,8 @@ def _reply(*request):
             raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        # Raises an error for a lone surrogate. Turns a user's subclass of str, which the server can't
-        # unpickle, into a str.
+        # `encode` raises an error for a lone surrogate. The result is a plain str, because the server can't
+        # unpickle a user's subclass of str.
         text = text.encode().decode()
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
@@ -167,9 +169,10 @@ def _call(spec, *arguments):
 @contextmanager
 def _modules_beside(spec):
     """Context manager in which a user's file ("FILE.py:FUNCTION") can import modules from its own folder.
-    Outside, these modules are kept in `_modules`: another user's file may have modules of the same names."""
+    Afterwards these modules are in `_modules` and not in sys.modules, because two users' files may import
+    modules of the same name."""
     folder = os.path.dirname(spec)
-    before = set(sys.modules)  # without the modules of `_modules`, so that `finally` takes them out, too
+    before = set(sys.modules)  # taken before `update`, so that `finally` removes those modules, too
     sys.path.insert(0, folder)
     sys.modules.update(_modules.get(folder, {}))
     try:
@@ -191,8 +194,10 @@ def _take_modules(names, among):
 
 
 def _grade_chunk(requests, deadline):
-    """Returns the outcome of each request, (reward or Reply, reason, error message or None), and the mean
-    seconds of a request. A timeout ends this process. Then the Grader sends each request alone."""
+    """Returns a list of outcomes, (reward or Reply, reason, error message or None) for each request, and the
+    mean seconds of a request.
+
+    A timeout ends this process. Then the Grader sends each request again, alone."""
     outcomes, start = [], time.monotonic()
     for request in requests:
         # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
@@ -206,8 +211,8 @@ def _grade_chunk(requests, deadline):
 
 
 def _message(error, spec):
-    """Returns the error as one line of text, with the line of the user's file that failed. spec:
-    "FILE.py:FUNCTION"; the answer for "compare", which names no file"""
+    """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
+    the line number. spec: "FILE.py:FUNCTION"; for "compare" an answer, which names no file"""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -229,12 +234,14 @@ def _init_worker():
 
 # --- in the server
 # stdin has a JSON line [chunk number, requests] for each chunk.
-# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk. Line 0 says what was imported.
+# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk. Before them comes a line with the
+# chunk number 0, which says what was imported.
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns name -> hash of the user's file in `spec`, "FILE.py:FUNCTION", and of the files beside the
-    user's file that it imported. The user's file has the function's name in place of its path."""
+    """Returns name -> hash of a user's file, and of the files that it imported from its own folder.
+
+    spec: "FILE.py:FUNCTION". FUNCTION is the name of FILE.py. The other names are paths from its folder."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
     # `_modules` may have an installed package such as wandb, if the folder has an entry of the same name.
@@ -246,7 +253,7 @@ def user_files(spec: str) -> dict[str, str]:
 
 def _import_function(spec, arguments):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the names of its arguments ([] if they
-    go by position), its `seconds` and its `parallel` (0 and 0 if it declares no `seconds`)."""
+    are positional), its `seconds` and its `parallel` (see Grader; 0 and 0 if it declares no `seconds`)."""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -274,7 +281,8 @@ def _warm():
 
 class _Worker(get_context("fork").Process):
     """A worker process. pebble takes exit status 0 for a planned end, but a user's function may also exit
-    with 0. So a planned end has status ENDED. `exitcode` shows pebble other statuses as text: a crash."""
+    with 0. So a planned end has status ENDED, for which `exitcode` returns 0. It returns other statuses as
+    text, which pebble takes for a crash."""
 
     def run(self):
         super().run()
@@ -376,15 +384,17 @@ class Grader(AbstractContextManager):
 
     workers     number of worker processes
     deadline    CPU seconds for one answer; its wall time may be WALL times as long
-    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. One with a
-                parameter `problem`, `row` or `sample` gets all arguments by name.
-    compares    whether `submit` compares answers
-    env         the environment "FILE.py:FUNCTION". After a crash its call is repeated, so its result must
-                depend only on its arguments.
+    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. A function
+                with a parameter `problem`, `row` or `sample` gets all arguments by name.
+    compares    whether `submit` will compare answers: then the server first builds math-verify's tables
+    env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
+                depend only on the arguments.
     say         prints what the Grader waits for
     stop        `results` waits only while this list is empty
 
-    A function that waits declares `seconds`, its deadline in wall time, and `parallel`, its calls at once.
+    A function that waits, for example for a network, declares two numbers, as its attributes or as globals of
+    its file: `seconds`, the deadline of a call in wall time, and `parallel`, the number of calls at once.
+
     If grading raises an error, the reward is 0 and the reason is "error"."""
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
@@ -398,14 +408,14 @@ class Grader(AbstractContextManager):
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # user's function -> result of `_import_function`; a str: the error of an import
         self.files = {}  # user's function -> its `user_files` at the first import
-        self._late = 0  # calls of users' functions in a row that timed out or ended a worker
+        self._late = 0  # number of user-function calls in a row that timed out or ended a worker
         self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
         self.errors = {}  # type of an error -> its first message
-        self._told = 0  # messages that new_errors has returned
+        self._told = 0  # number of messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
         self._cache = {}  # request -> Grade
-        self._pending = {}  # request without outcome -> (key, answer) of each response that waits
-        self._waiting = []  # requests in no chunk yet
+        self._pending = {}  # request without outcome -> (key, answer) of each response that waits for it
+        self._waiting = []  # requests that are in no chunk yet
         self._size = 1  # number of requests in the next chunk; a chunk should take 0.1 s
         self._chunks = {}  # chunk number -> its requests, until the reply
         self._count = 0  # number of chunks so far
@@ -486,8 +496,8 @@ class Grader(AbstractContextManager):
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for all outcomes. Returns key -> Grade or Reply for each `submit` and `ask` since the last
-        call. After a `stop` or a `failure`, the missing outcomes get the reason "timeout". Raises
-        RuntimeError if the server dies or stalls twice."""
+        call. If the wait ends early (`stop` is not empty, or `check` would raise), missing outcomes get the
+        reason "timeout". Raises RuntimeError if the server dies or stalls twice."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
@@ -520,7 +530,7 @@ class Grader(AbstractContextManager):
 
     def check(self) -> None:
         """Raises UserError if too many calls of users' functions in a row timed out or ended their worker, or
-        if a new server imported edited files."""
+        if users' files were edited and a new server imported them."""
         if self.failure:
             raise UserError(self.failure)
 
@@ -569,8 +579,8 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write requests to the server, or read its replies, within `seconds`. Returns False if nothing was
-        written or read."""
+        """Write requests to the server and read its replies. Waits at most `seconds` until one is possible.
+        Returns False if nothing was written or read."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files
         poll.register(stdout, select.POLLIN)
@@ -588,8 +598,11 @@ class Grader(AbstractContextManager):
         return writable or read != b""
 
     def _receive(self, chunk, outcomes, seconds):
-        """Store the outcomes of a chunk. None: the worker died or timed out in a chunk of several requests,
-        and each request is sent again alone. seconds: mean time of one request"""
+        """Store the outcomes of a chunk.
+
+        outcomes: None if the worker died or timed out in a chunk of several requests. Then each request is
+            sent again, alone.
+        seconds: mean time of one request"""
         if chunk == 0:  # the server's first message: what it imported (see serve)
             known, files = outcomes
             self.known, self.files = self.known or known, self.files or files

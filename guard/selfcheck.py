@@ -18,8 +18,8 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 # Largest allowed mean of |engine's log-prob - trainer's log-prob|, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# Columns: start of the error message; factor of the engine's weights; -1: reversed prompts, which the prefix
-# cache does not have; likely causes.
+# Columns: start of the error message; factor of the weights that the engine gets; direction of the prompts
+# (-1: reversed, so that they are new to the prefix cache); likely causes.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -61,14 +61,14 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns the first disagreement between engine and trainer, or "". Also returns the largest mean of
+    """Returns an error message about the first failed stage, or "". Also returns the largest mean of
     |engine's log-prob - trainer's log-prob|, in nats a token.
 
     In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
-    sampling, and sleeps. With halved weights, it must disagree with the trainer.
+    sampling, and sleeps. Its log-probs must agree with the trainer's. With halved weights, they must not.
 
     weights: returns the weights for `Engine.awake`
-    trainer_logp(samples, temperature): log-probs (response tokens,)
+    trainer_logp(samples, temperature): the trainer's log-probs of all response tokens
 
     The ranks of one engine must go through all stages together."""
     cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0

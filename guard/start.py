@@ -68,8 +68,8 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
     """Returns the run's folder as an absolute path, and its lock, which rank 0 (`main`) holds.
 
-    Raises UserError if ranks run different programs, if the folder is in use or not writable, or for an
-    unsupported model."""
+    Raises UserError if ranks differ in code, packages or settings, if the folder is in use or not writable,
+    or for an unsupported model."""
     folder = Path(cfg.out).absolute()
     lock = FolderLock(folder / "lock")
     try:
@@ -89,8 +89,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
     """Make the run's folder and take its lock.
 
-    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has files of the
-    user that this run would overwrite."""
+    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has files that
+    this run would overwrite and no run wrote."""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -106,7 +106,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         lock.claim()
 
 
-# A run or tools.report overwrites these only in the folder of an earlier run (`is_run`).
+# Files and folders that a run or tools.report writes. If they exist, the folder must be an earlier run's.
 WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
            "export samples eval tb nonfinite plot.png report.html").split()
 
@@ -120,8 +120,8 @@ def is_run(folder: Path) -> bool:
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if rank 0's folder is another one. owner:
-    the lock of rank 0."""
+    """Raises UserError if this rank can't write to the folder, or if rank 0 has another folder at this path.
+    owner: content of rank 0's lock."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
@@ -131,7 +131,7 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 
 
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
-    """Raises UserError with the hosts' names unless all ranks have the same facts as rank 0.
+    """Raises UserError, with the names of the hosts that differ, unless `facts` is the same on all ranks.
 
     verb: "reads" gives "not every rank reads what rank 0 reads"
     facts: name -> text, such as a file's hash
@@ -145,8 +145,8 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
 
 def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokenizer: Any,
                grader: Grader) -> tuple[ckpt.Facts, ckpt.Facts]:
-    """Returns two dicts of facts about what the run reads. When a run resumes, the first must be the same.
-    Changes of the second are printed."""
+    """Returns two dicts about what the run reads: name -> value, such as a hash. When the run is resumed, the
+    first dict must be unchanged. Changes in the second dict are printed."""
     files, config = grader.files, vars(cfg)
     read = {"problems (--data, --template, --reward)": fingerprint(problems), "--env": files.get(grader.env),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
@@ -164,8 +164,9 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Returns the config with the date of the prompts: --date, or `earlier` (the checkpoint's), or today on
-    rank 0; "" without a date. A collective. Raises UserError if --date has no effect."""
+    """Returns the config with the date that the prompts contain; "" if they contain none. The date is --date,
+    else `earlier` (from the checkpoint), else today on rank 0. A collective. Raises UserError if --date has
+    no effect."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -176,8 +177,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number in the place of --shard_ranks auto. If the checkpoint `saved` has as
-    many ranks, its number is kept, because another number would round gradients differently."""
+    """Returns the config with a number instead of --shard_ranks auto. If the same number of ranks wrote the
+    checkpoint (`saved`: its state), takes --shard_ranks from it: another value would round gradients
+    differently."""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -194,21 +196,20 @@ def checkpoint_id(path: Path | None) -> str:
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    # The run will delete its old checkpoints.
+    # Counted as free, because the run will delete its old checkpoints.
     free = shutil.disk_usage(folder).free + used
     require(free >= needed, f"only {gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)} there, a smaller --keep, or another --out")
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
-    """Returns the shapes of policy, critic and reference. Raises UserError if a model can't be read."""
+    """Returns the sizes of policy, critic and reference. Raises UserError if a model can't be read."""
     return [plan.shape_of(load_config(path).to_dict(), path)
             for path in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model)]
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError if --critic_model or --ref_model has another id for a token of --model, or lacks the
-    token."""
+    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
@@ -232,8 +233,9 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the smallest device and host. A collective. problems: prompts of
-    an epoch; 0 if unknown."""
+    """Returns the run as a plan.Case, with the smallest GPU and host memory of all ranks. A collective.
+
+    problems: number of prompts in an epoch; 0 if unknown"""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -243,8 +245,8 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py), and prints its first section. problems: prompts of an epoch.
-    Raises UserError, with a remedy, if the run does not fit."""
+    """Returns the run's plan (tools/plan.py), and prints its first section. Raises UserError, with a
+    remedy, if the run does not fit. problems: number of prompts in an epoch."""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -258,16 +260,16 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 
 # --- the gold answers
 
-GOLD_SAMPLE = 2_000  # a random sample of this size is checked
-GOLD_LIMIT = 0.01  # a run starts if at most this share can't be graded
+GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
+GOLD_LIMIT = 0.01  # a run does not start if more than this share of them can't be graded
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers of the data set `name` can't be graded.
+    """Print how many gold answers of the problems can't be graded. name: of the problems, for the message
 
-    Raises UserError for more than GOLD_LIMIT of them, unless `refuse` is False or --go is given. Problems
-    that only a custom reward grades are not checked."""
+    Raises UserError if their share is above GOLD_LIMIT, unless `refuse` is False or --go is given. Problems
+    that only the user's functions grade are not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -287,14 +289,14 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
     - empty or too long
     - kind "choice", but not a letter
-    - kind "math", and comparing it with a wrong answer raises an error or times out"""
+    - kind "math", and a comparison with a wrong answer raises an error or times out"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # math-verify would not parse a gold answer that is equal to the submitted text.
+            # A wrong answer, because math-verify parses the gold answer only if the two texts differ.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()
@@ -329,11 +331,14 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each, and how many were correct, wrong and so on.
+    """Print three prompts of the first step with a response each. Also print how many responses were correct,
+    wrong, truncated and so on.
 
     Raises UserError if all responses score 0 or more than half were cut by length, unless --go is given.
 
-    batch: prompts of the step. samples: this rank's responses. errors: of this rank's grader"""
+    batch: prompts of the step
+    samples: this rank's responses
+    errors: messages of this rank's grader"""
     if dist.stop_requested():
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)

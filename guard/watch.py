@@ -17,8 +17,8 @@ from dist import CURRENT, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that prints this process's stacks and ends it, with status 1, if a phase takes longer
-    than `limit` seconds on any rank."""
+    """Start a thread that prints this process's stacks and ends the process, with status 1, if a phase takes
+    longer than `limit` seconds on any rank."""
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
@@ -43,13 +43,13 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # At exit, `end` waits for this thread: killed inside the store's C++ code, it would abort the process.
+    # At exit, wait for the thread: killed inside the store's C++ code, the thread would abort the process.
     atexit.register(end)
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
     """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "". If this rank has
-    stalled, tells the others."""
+    stalled, tells the other ranks through the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -72,10 +72,10 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
-    process ends with status 1 if that takes over `grace` seconds, or at a second ctrl-C."""
+    process ends with status 1 if it is still inside `grace` seconds later, or at a second ctrl-C."""
     ended = threading.Event()
 
-    # The handler takes no lock: a second signal may interrupt it, and would wait for ever.
+    # The handler takes no lock: a second signal may interrupt it, and would wait for this lock for ever.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:
@@ -83,7 +83,7 @@ def handle_signals(grace: float) -> Iterator[None]:
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
                          f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n".encode())
-        # torchrun repeats the first ctrl-C, so an early second one is ignored.
+        # torchrun repeats the first ctrl-C, so a second one within 2 seconds is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 

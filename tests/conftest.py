@@ -59,7 +59,7 @@ def untied(tmp_path_factory) -> str:
 
 
 def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1.0):
-    """Yields `n` samples of each prompt (prompt_id -> token ids)."""
+    """Yields `n` samples of each prompt. prompts: prompt_id -> token ids"""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 
@@ -85,8 +85,8 @@ class Operations(TorchDispatchMode):
 
 # --- ranks
 #
-# pytest's process forks the ranks. After it has started vLLM or a process group, it must not fork.
-# test_z_engines.py starts both, so its name makes it the last file.
+# pytest's process forks the ranks. A process that has started vLLM or a process group must not fork.
+# test_z_engines.py starts both, so its name makes pytest run it last.
 
 
 def _rank(target, rank, world, port, file, args):
@@ -179,7 +179,7 @@ def run(cfg, out, ranks=1):
 
 
 def maths(rows):
-    """Returns metrics without times, speeds and memory."""
+    """Returns the rows without times, speeds and memory, which differ between equal runs."""
     clock = ("time", "tokens_per_s", "tflops", "mem")
     return [{k: v for k, v in r.items() if not k.startswith(clock)} for r in rows]
 

@@ -1,5 +1,5 @@
-"""Tiny random models of every supported family, and comparisons with transformers' models. Every setting of a
-family changes the model's output, so a setting that is ignored makes a comparison fail."""
+"""Tiny random models of every supported family, and comparisons with transformers' models. Each setting in
+MODELS has a value that changes the model's output, so a setting that is ignored makes a comparison fail."""
 
 import copy
 from dataclasses import replace
@@ -72,7 +72,7 @@ def make(folder: Path, name: str) -> str:
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(config)
     for p in hf.parameters():
-        if p.ndim == 1:  # a bias or a norm: its numbers are equal, which could hide a mistake
+        if p.ndim == 1:  # a bias or a norm: its numbers are all equal, which could hide a mistake
             torch.nn.init.normal_(p, mean=float(p.detach().mean()), std=0.2)
     hf.save_pretrained(folder / name)
     tokenizer.save_pretrained(folder / name)
@@ -96,8 +96,11 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Returns the largest differences from transformers: "logp" in nats, "gradient" relative to its norm plus
-    0.1 % of the whole gradient's."""
+    """Returns the largest differences from transformers.
+
+    "logp": of a token's log-prob, in nats
+    "gradient": norm of the difference of a parameter's gradients / (norm of the parameter's gradient + 0.1 %
+        of the whole gradient's norm)"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -113,7 +116,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Returns the largest difference from transformers' buffers."""
+    """Returns the largest difference between the buffers of `module` and of transformers' model."""
     theirs = dict(original(path).named_buffers())
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -147,15 +150,15 @@ def compare_vllm(paths: list[str]) -> list[float]:
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Rounds the weights to bfloat16, so that an export changes no weight."""
+    """Rounds the weights to bfloat16, as an export does, so that an export changes no weight."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`. Returns by how much the log-probs and values of the loaded exports
-    differ at most."""
+    """Exports policy and critic to `out`, and loads the exports. Returns the largest differences of log-probs
+    and values before and after."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):

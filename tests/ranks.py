@@ -52,7 +52,8 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins a process group, rank `late` last. Returns the sum of rank + 1, and if the store had "key"."""
+    """Joins a process group, rank `late` one second after the others. Returns the sum of rank + 1 over all
+    ranks, and whether the store had "key", which each call sets at its end."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -70,8 +71,11 @@ def all_gradients(jobs) -> list[dict]:
 
 
 def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
-    """Computes one update of policy and critic. Returns the unsharded gradients, "metrics", this rank's
-    number of "packs", and the numbers of FSDP's gathers and all-reduces ("sent")."""
+    """Computes the gradients of one update of policy and critic. Returns name -> whole gradient, and:
+
+    metrics: of all ranks
+    packs: number of this rank's packs
+    sent: numbers of FSDP's all-gathers and all-reduces"""
     world = dist.init("cpu", "float32")
     shard = dist.shard
     with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):
@@ -122,7 +126,8 @@ def weights(path: str) -> dict[str, torch.Tensor]:
 
 
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
-    """Makes three updates with moves of the state to the host, and three without."""
+    """Makes three updates twice: with moves of model and optimizer between host and device, and without.
+    Returns the weights and optimizer states of both."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     results = []
@@ -168,7 +173,8 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Returns the largest gap of log-probs in bf16 to fp32, and whether weights and gradients are fp32."""
+    """Computes in bf16. Returns the largest difference of a log-prob from fp32, and whether weights and
+    gradients are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -186,7 +192,7 @@ def main(cfg, with_report: bool = False) -> str:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepares a run. Returns its first step ("start") and whole tensors, or a user error."""
+    """Prepares a run. Returns its first step ("start") and name -> whole tensor, or an error message."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -221,7 +227,7 @@ def stopped(cfg, due, *args) -> str:
 
 
 def elsewhere(cfg, folder: str, other: str) -> str:
-    """Trains as if rank 1 ran on another machine, whose `folder` is `other`. Needs root."""
+    """Trains as if rank 1 ran on another machine, where the path `folder` leads to `other`. Needs root."""
     if os.geteuid():
         return "no root"
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -237,8 +243,8 @@ def elsewhere(cfg, folder: str, other: str) -> str:
 
 
 def not_finite(cfg) -> tuple[bool, bool, str]:
-    """Makes updates with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first left the weights as
-    they were, whether the second changed them, and the fifth's error."""
+    """Makes five updates, with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first update left
+    the weights unchanged, whether the second changed the weights, and the error message of the fifth."""
     world = dist.init("cpu", "float32")
     policy, _, _ = train.load_models(cfg, world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
@@ -268,7 +274,7 @@ def network(local: int, *planned: float) -> list[str]:
     """Returns the lines that dist.check_network prints."""
     world, said = dist.init("cpu", "float32"), []
     dist.check_network(world, local, planned, said.append)
-    dist.td.barrier()  # a rank that exits while another still connects breaks its init_process_group
+    dist.td.barrier()  # if a rank exits while another rank still connects, the other rank fails
     return said
 
 
@@ -287,8 +293,12 @@ def stalled() -> None:
 
 
 def resampled(cfg) -> dict:
-    """Samples step 0 with --resample_rounds. Returns the "drawn" and final "prompts", prompt_id -> "rewards"
-    on this rank, "measured" (the number of prompts in pass@n), and "alarms"."""
+    """Samples step 0 with --resample_rounds. Returns:
+
+    drawn, prompts: texts of the prompts before and after some are replaced
+    rewards: prompt_id -> rewards, on this rank
+    measured: number of prompts in the metric pass@n
+    alarms: text of alarms.jsonl"""
     run = train.prepare(cfg)
     meter = Meter()
     with run.engine.awake(dist.full_weights(run.policy.model), version=0):
@@ -302,7 +312,8 @@ def resampled(cfg) -> dict:
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
-    """Samples with `env`, 5 tokens a round. Returns key -> (tokens, turns, which tokens were sampled)."""
+    """Samples in rounds of 5 tokens, with the environment `env`. Returns (prompt_id, sample_id) -> (tokens,
+    number of turns, whether the policy sampled each token)."""
     before = engine.cfg
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
@@ -324,8 +335,8 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
 
 
 def engine_samples(cfg, prompts, env: str) -> dict:
-    """Returns temperature -> vLLM's samples, and "turns" and "selfcheck": the results of turns_in_rounds and
-    of checked."""
+    """Runs vLLM. Returns temperature -> samples, "turns" -> result of turns_in_rounds, and "selfcheck" ->
+    result of `checked`."""
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
 
     # vLLM's CPU build names its shared memory by rank numbers alone, so two tests would use the same memory.
@@ -363,7 +374,7 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the messages of check_gold. A refusal begins with "refused: "."""
+    """Returns what check_gold prints for all data, and its error message, if any, after "refused: "."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

@@ -160,7 +160,7 @@ def restored(monkeypatch):
 
 
 def gradient():
-    """Returns the gradient of GRPO's loss for the log-probs of a pack of two segments."""
+    """Returns the gradient of GRPO's loss with respect to the log-probs of a pack of two segments."""
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
     mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])
@@ -208,7 +208,8 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """A mean over 16 tokens weighs each by 1/16. A mean of two packs' means weighs by 1/8 or 1/24."""
+    """Packs of 4 and 12 tokens. The mean over all tokens would weigh each token by 1/16. The mean of the
+    packs' means weighs a token by 1/8 or 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

@@ -80,7 +80,7 @@ def test_extractors_have_names_and_others_are_refused():
     "1,", "1,234", "-", "*", "(", "1.", "$", "{}", r"\boxed", "<answer></answer>", r"<answer>\boxed{",
     r"<answer>\boxed{1}</answer>", "\\", r"\boxed{1}" + "    or" * 20 + "!"])
 def test_every_extractor_takes_linear_time(name, unit):
-    """100 kB take 20 times as long as 5 kB, and not 400 times."""
+    """A text that is 20 times as long takes about 20 times as much time, not 400 times."""
     def seconds(size):
         text = f"<answer>{unit * (size // len(unit))}</answer>"
         start = time.process_time()
@@ -350,7 +350,7 @@ def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
 
 @pytest.mark.parametrize("right", [right for right, _ in REWRITES], ids=lambda right: right[0])
 def test_rewrites_equal_one_another(right):
-    """Skips answers with units or names: `10 cm` and `10 m` both equal `10`, but not each other."""
+    """Skips lines with units or names: `10 cm` and `10 m` both equal `10`, but not each other."""
     if not any(mark in " ".join(right) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
         assert all(grade(a, b) for a in right for b in right)
 

@@ -29,7 +29,8 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """Trains on two ranks; rank 1's `folder` has the files of `other`. Returns the error of both ranks."""
+    """Trains on two ranks. For rank 1, the path `folder` leads to `other`. Returns the error, equal on both
+    ranks."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -39,7 +40,7 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """The folder of --out is not on a shared disk."""
+    """The folder of --out is not on a disk that the hosts share."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")
@@ -50,7 +51,7 @@ PROBLEMS = "problems (--data, --template, --reward)"
 
 @pytest.mark.parametrize("differs", [PROBLEMS, "--model", "--eval_data train"])
 def test_ranks_that_read_other_files_are_refused(base, tmp_path, differs):
-    """Rank 1's host lacks one problem, or has one changed weight."""
+    """Rank 1's host lacks one problem, or a byte of its weights differs."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder in (here, there):
         shutil.copytree(base.model if differs == "--model" else Path(base.data[0]).parent, folder)
@@ -101,7 +102,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """Writes to `folder` the lock of process 7 on another host, with the changes `owner`."""
+    """Writes a lock file to `folder`. Its owner is process 7 on another host, with the changes `owner`."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))
@@ -123,7 +124,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """Even if another process has the dead owner's id."""
+    """Also if another process now has the process id of the killed run."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -137,8 +138,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A run renews the time of its lock again and again. A new run takes an old lock at once. It takes a
-    recent lock if nobody renews the lock for DEAD seconds."""
+    """A heartbeat renews the lock file's time. A new run takes over an old lock at once, and a recent lock
+    after DEAD seconds without a heartbeat."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)

@@ -44,7 +44,7 @@ def same(run_, two_ranks):
 
 
 def restore(count, base, out):
-    """Loads the run `out` on `count` ranks. Returns the first steps and all tensors."""
+    """Resumes the run `out` on `count` ranks. Returns each rank's "start" (a step) and whole tensors."""
     cfg = dataclasses.replace(base, resume=str(out), out=f"{out}-on-{count}")
     return run_ranks(count, ranks.prepared, cfg)
 
@@ -61,7 +61,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """The slices in the files are the tensors of a resumed run. Other files are JSON."""
+    """Joined, the slices in the files equal a resumed run's tensors. All other files are JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -128,7 +128,7 @@ def trained(kind, out, shard_ranks):
 
 @pytest.mark.parametrize("kind,world", [*((kind, 2) for kind in OPTIMIZERS), ("Adam", 4)])
 def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
-    """Training continues during the save. Two of four ranks hold copies of shards and write no tensors."""
+    """Training continues during the save. Of four ranks, two hold copies of shards and write no tensors."""
     straight = run_ranks(world, trained, kind, None, 2)
     resumed = run_ranks(world, trained, kind, tmp_path, 2)
     for (_, (a, ref_a)), (said, (b, ref_b)) in zip(straight, resumed, strict=True):
@@ -473,8 +473,8 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     assert "step_000004" in said and "(--steps 4), or another --out, where --start_from" in said
 
 
-# Edit of the model folder -> (file, text in it, new text, part of the error). Without a text, one bit is
-# flipped. Without an error, the run resumes.
+# Name of an edit in the model folder -> (file, text in it, new text, part of the error message). If the text
+# is "", one bit is flipped. If the message is "", the run resumes.
 EDITS = {
     "nothing": ("config.json", "{", "{", ""),
     "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
@@ -489,7 +489,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """The model may be moved or saved again. Without a KL term, its weights may differ."""
+    """The model's folder may be moved, or saved again. Without a KL term, its weights may differ."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -527,7 +527,7 @@ def in_zones(zones, main, *args):
 
 
 def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_path, capfd):
-    """Ranks start on different dates. Resume and export keep the date of rank 0's first start."""
+    """The ranks' time zones have different dates. Resumed runs and exports keep rank 0's first date."""
     tokenizer, folder = make_tokenizer(), shutil.copytree(base.model, tmp_path / "model")
     tokenizer.chat_template = "[{{ strftime_now('%d %b %Y') }}]{{ messages[-1].content }}"
     tokenizer.save_pretrained(folder)
@@ -638,7 +638,6 @@ def busy(out, steps, disk):
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
-    """A user's copies of checkpoints, folders, files and links stay."""
     out = tmp_path / "run"
     folder = out / "ckpt"
     for name in ("step_000020_copy", "step_000020.bak", "step_best", "step_20", "best"):
@@ -770,7 +769,7 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """The restarted run only makes the link `best` and deletes old and unfinished saves."""
+    """The restarted run only makes the link `best`, and deletes old checkpoints and unfinished saves."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

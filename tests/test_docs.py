@@ -1,5 +1,5 @@
-"""Tests that the commands in README.md, CONTRIBUTING.md and docs/*.md run, and that named flags, files and
-functions exist. Commands are found only in indented blocks, `bash` blocks and `code spans`."""
+"""Tests that the commands in README.md, CONTRIBUTING.md and docs/*.md run, and that the flags, files and
+functions in these files exist. Commands are found only in indented blocks, `bash` blocks and `code spans`."""
 
 import ast
 import dataclasses
@@ -99,7 +99,7 @@ def settings(cell: str) -> dict:
 
 @pytest.fixture(scope="session")
 def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
-    """Returns what replaces placeholders such as RUN in the docs' commands."""
+    """Returns the replacement of each placeholder (such as RUN) in the docs' commands."""
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
@@ -111,7 +111,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
 
 
 def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…`, run in a fork, which need not import torch."""
+    """Returns the output of `python WORDS…`. Runs it in a fork, which has torch imported already."""
     def child(file):
         sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
         os.dup2(sys.stdout.fileno(), 1)
@@ -198,7 +198,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After Slurm's signal, a run that is not finished (`last`) is requeued."""
+    """After Slurm's signal, the run is requeued unless it has finished (`last`)."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))

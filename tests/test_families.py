@@ -48,7 +48,7 @@ def test_the_default_settings_of_a_family_are_accepted(model_type):
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):
-    """Training must not apply the config's dropouts of 0.5."""
+    """The config sets dropout to 0.5, which training must not apply."""
     assert model.load_config(folder).attention_dropout == 0.5
     gaps = families.compare_training(folder)
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
@@ -67,7 +67,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """Models are created without values; their buffers are computed afterwards."""
+    """torz creates a model without values, and computes its buffers afterwards."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -100,7 +100,7 @@ def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
 def test_exports_are_read_by_transformers(folder, tmp_path):
     gaps = families.compare_export(folder, tmp_path)
     assert max(gaps.values()) < NEAR, gaps
-    model.load_policy(str(tmp_path / "policy"))  # an error if a tensor is missing or unknown
+    model.load_policy(str(tmp_path / "policy"))  # raises an error if a tensor is missing or unknown
     exported, original = (json.loads(Path(path, "config.json").read_text())
                           for path in (tmp_path / "policy", folder))
     assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
@@ -108,7 +108,7 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
 
 
 def test_the_plan_counts_the_parameters(folder):
-    """tools/plan.py ignores some norms and biases."""
+    """tools/plan.py ignores some norms and biases, so its counts may differ by 1 %."""
     config = model.load_config(folder)
     with torch.device("meta"):
         counts = [sum(p.numel() for p in kind(config).parameters()) for kind in (model.Policy, model.Critic)]
@@ -179,7 +179,7 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
 
 
 def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
-    """Without sliding windows in varlen_attn, a model that needs them is refused."""
+    """If torch's varlen_attn has no sliding windows, a model that needs them is refused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model.load_config(folder_of("olmo3"))
     monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})

@@ -106,7 +106,7 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """Other test files use four of the code blocks in docs/forking.md."""
+    """This file uses all code blocks of docs/forking.md except four, which other test files use."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
         "advantage", "judge", "limit", "respond"]
@@ -163,7 +163,8 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind of --ratio -> (loss, gradients for log-probs and for weights); also "pack"."""
+    """Returns kind of --ratio -> (loss, its gradient by the log-probs, its gradient by the weights). Also
+    returns "pack", the inputs of the loss."""
     become(folder)
     from dataclasses import replace
 
@@ -195,7 +196,7 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """Loss and gradient equal the paper's formula."""
+    """Loss and gradient equal the SAPO paper's formulas."""
     results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
     *tensors, mask = results["pack"]
     logp, old, advantages = (x[mask].double() for x in tensors)
@@ -239,7 +240,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Reads a checkpoint. Returns the weights of `who`, or the optimizer's state named `suffix`."""
+    """Returns from a checkpoint the weights of the model `who`, or its optimizer's state named `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -309,7 +310,7 @@ def test_another_stop_rule(base, tmp_path):
 
 
 def test_responses_that_repeat_themselves_end(base, tmp_path):
-    """The last 6 tokens of a response must all be different."""
+    """Here a response ends as soon as two of its last 6 tokens are equal."""
     edits = [(file, old, new.replace("32", "6").replace("< 8", "< 6")) for file, old, new in ENDS]
     run_fork(fork(tmp_path, edits), base, steps=1, stop=(), save_samples="all", save_logps=True)
     ended = 0
@@ -366,7 +367,7 @@ cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf
 
 
 def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
-    """Without its folder, a run continues from the bucket. A script replaces `aws`."""
+    """A run whose folder was deleted continues from the bucket. A script replaces the command `aws`."""
     folder, out, bucket = fork(tmp_path, S3), tmp_path / "run", tmp_path / "bucket"
     (tmp_path / "bin").mkdir()
     bucket.mkdir()
@@ -384,7 +385,7 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """Each token's return is the sum of both parts."""
+    """Each token's return is the sum of both rewards."""
     rows = run_fork(fork(tmp_path, BREVITY), base, steps=2, reward=(*base.reward, "brevity"))
     for step in (0, 1):
         samples = samples_at(tmp_path, step)

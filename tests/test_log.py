@@ -29,7 +29,7 @@ PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """Returns metrics like those of a good run."""
+    """Returns made-up metrics of a run that went well."""
     rows = []
     for i in range(steps):
         left = 0.6**i
@@ -43,7 +43,7 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """Returns metrics like those of a run that is still learning."""
+    """Returns made-up metrics of a run that is still learning."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
@@ -54,7 +54,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-# Alarm -> (metrics that raise the alarm, number of steps within which they do, words of its text).
+# Alarm -> (metrics that raise the alarm, maximum number of steps until then, words of the alarm's text).
 WRONG = {
     "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
@@ -121,7 +121,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A Logger moves the rows of its first step and later into *.old.jsonl."""
+    """A new Logger moves the rows from its first step on into *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -176,7 +176,7 @@ def test_a_resumed_run_has_the_alarms_of_one_never_stopped(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
-    """A refused row is written at the next step, or when the Logger is closed."""
+    """A row that did not fit is written at the next step, or when the Logger is closed."""
     logger, files = written(tmp_path, learning(2)), [tmp_path / "metrics.jsonl", tmp_path / "alarms.jsonl"]
     for step, next_one in (2, lambda: logger.step(3, {"reward": 0.5})), (4, logger.close):
         for file in files:
@@ -373,7 +373,7 @@ def test_a_whole_run_is_tracked_by_one_rank_and_closed(fails, wandb, base, tmp_p
 
 
 def check_rows(rows, cfg):
-    """Compares saved log-probs with transformers' and saved advantages with GRPO's formula."""
+    """Compares saved log-probs with those of transformers, and saved advantages with GRPO's formula."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = {p.text: list(p.ids) for p in load_problems(cfg.data, tokenizer, cfg)}
     policy = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
@@ -422,14 +422,14 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
-# Metric -> settings with which a run has the metric.
+# Metric -> settings that a run needs to have the metric.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
-# These need a GPU, vLLM, and a sample with reward 1.
+# The runs of the test lack these metrics, which need a GPU, vLLM, and a sample with reward 1.
 ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 
 

@@ -55,7 +55,7 @@ def compare(name, f, reference, x, tolerance=1e-9):
 
 @pytest.mark.parametrize("gamma,lam", [(1.0, 1.0), (0.9, 0.8), (1.0, 0.95)])
 def test_gae_equals_the_backward_recursion_over_sampled_tokens(gamma, lam):
-    """A reward at another token counts for the last sampled token before it."""
+    """A reward at a token that was not sampled counts for the last sampled token before it."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         rewards, values = normal(g, len(mask)), normal(g, len(mask))
@@ -222,7 +222,7 @@ def test_grpo_family(name):
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_weights(level):
-    """A weight is the ratio of trainer to engine, of a token or of a response. Bounds: 0.5, 2."""
+    """A weight is the ratio p_trainer / p_engine of a token or of a response. The bounds are 0.5 and 2."""
     for seed in range(CASES):
         mask, cu, g = ragged(seed)
         logp, engine, segment = normal(g, len(mask)), normal(g, len(mask)), ppo.segment_ids(cu, len(mask))

@@ -220,7 +220,7 @@ RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """The first responses are wrong. No output has a raw control character."""
+    """The model's first responses are all wrong. The output has no raw control character."""
     data = tmp_path / f"{HOSTILE}.jsonl"
     rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -252,7 +252,7 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_pat
 @pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("problems from", "2"),
                                         ("gap", "1"), ("gap", "2")])
 def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
-    """Only a run that trains saves something."""
+    """A run that is stopped before its first step saves nothing."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

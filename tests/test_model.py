@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """A layer that is recomputed in whole costs one more forward pass, without its last product. A layer with
-    --recompute 0 costs no more products."""
+    """A layer that is recomputed in whole costs one more forward pass, except for its last matrix product.
+    With --recompute 0, no matrix product is computed again."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):
@@ -47,15 +47,15 @@ def attention_gradients(qkv, p, grad):
 
 
 def test_gradients_of_a_shared_prompt_are_as_exact_as_those_of_its_copies():
-    """The bf16 error (against fp64) is at most 1.2 times the error of copies, for 64 responses to a
-    prompt."""
+    """With 64 responses to a prompt, the bf16 error (against fp64) is at most 1.2 times the error without
+    sharing."""
     n, prompt, length = 64, 256, 384
     p = data.pack([data.Sample(0, i, tuple(range(prompt)), np.full(length - prompt, i, np.int32),
                                np.zeros(length - prompt, np.float32), True, "", 0) for i in range(n)])
     g = torch.Generator().manual_seed(0)
     unique = [torch.randn(1, 2, len(p.unique), 16, generator=g).bfloat16() for _ in range(3)]
     grad = torch.randn(1, len(p.unique), 2, 16, generator=g).bfloat16()
-    grad[:, :prompt] = 0  # only the responses have gradients
+    grad[:, :prompt] = 0  # as in training, only outputs at response tokens have gradients
     want = attention_gradients([x.double() for x in unique], p, grad.double())
     got = attention_gradients(unique, p, grad)
     # Without sharing, each segment has its own copy of the prompt.
@@ -84,7 +84,6 @@ def test_a_layer_takes_few_operations(tmp_path):
 
 
 def test_copied_rows_get_the_sum_of_their_copies_gradients():
-    """TakeRows equals index_select."""
     g = torch.Generator().manual_seed(0)
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
@@ -157,14 +156,14 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
 
 
 def test_a_new_critic_head_is_drawn_from_the_seed(tiny):
-    """Its weights have standard deviation 1/(D + 1), with the hidden size D = 64."""
+    """The head's weights have standard deviation 1/(D + 1), with the hidden size D = 64."""
     heads = [model.load_critic(tiny, seed=s).score.weight.detach() for s in (0, 0, 1)]
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
     assert float(heads[0].std()) == pytest.approx(1 / 65, rel=0.35)
 
 
 def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
-    """Their standard deviation is √D/(D + 1), with the hidden size D = 3584."""
+    """The values' standard deviation is about √D/(D + 1), with the hidden size D = 3584."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
         intermediate_size=64, num_hidden_layers=1, tie_word_embeddings=True)

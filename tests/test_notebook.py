@@ -26,7 +26,7 @@ def base(tmp_path_factory) -> str:
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells, which change the process's folder and environment."""
+    """Runs all code cells. Changes the working folder and the environment of this process."""
     import matplotlib
 
     matplotlib.use("Agg")

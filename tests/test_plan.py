@@ -60,7 +60,8 @@ def bytes_of(t: torch.Tensor) -> int:
 
 
 def updated(cfg) -> dict[str, int]:
-    """Updates both models and saves. Returns the bytes of weights, gradients and optimizer state."""
+    """Updates policy and critic, then saves a checkpoint. Returns this rank's bytes of weights, gradients and
+    optimizer state."""
     world = dist.init("cpu", "float32")
     policy, critic, ref = train.load_models(cfg, world)
     out = Path(cfg.out)
@@ -141,15 +142,15 @@ def test_memory_of_a_7b_by_hand():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A sync copies a tied embedding (1.5b). With padding of the vocabulary (7b, --tp 16), a sync copies
-    embedding and head."""
+    """A sync of the weights to vLLM keeps a copy of a tied embedding (1.5b). If vLLM pads the vocabulary (7b,
+    --tp 16), a sync keeps copies of embedding and head."""
     c = case("orz-7b", world=32)
     awake, asleep, other = (memory(dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine=kind)))
                             for kind in ("torch", "vllm", "another"))
     assert other == asleep == memory(c)  # any engine but torch's is counted like vLLM
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
-    assert asleep["rollout"]["sleeping engine"] == 0  # it is awake: a part of --engine_share
+    assert asleep["rollout"]["sleeping engine"] == 0  # awake, it is a part of --engine_share
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
         sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
@@ -168,7 +169,6 @@ def test_a_critic_of_another_shape_is_counted_as_itself():
 
 
 def test_the_flops_of_a_forward_pass_are_those_of_its_products():
-    """2 FLOP per parameter and token, and per multiplication in attention."""
     lengths, layers, heads, head_dim, params = np.array([3, 5]), 2, 4, 8, 1000
     attention = sum(2 * 2 * heads * head_dim * (t + 0.5) for n in lengths for t in range(n)) * layers
     flops = plan.forward_flops(params, layers, heads * head_dim, lengths, lengths**2)
@@ -177,7 +177,7 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns value of --recompute -> peak bytes of an update of the model `name`."""
+    """Returns, for each value of --recompute, Kept.recompute -> peak bytes of an update of model `name`."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}
@@ -199,7 +199,7 @@ def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(si
 
 
 def test_on_a_cpu_auto_counts_the_machines_memory():
-    """The ranks share the memory. If its size is unknown, nothing is recomputed."""
+    """The ranks share the machine's memory. If its size is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
     c = plan.Case(cfg, 2, [shape, shape], None, local=2)
@@ -213,7 +213,7 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
-    """The driver is bench/nullgpu, a stand-in for a GPU."""
+    """The driver is the stub CUDA driver of bench/nullgpu. It counts memory and computes nothing."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
@@ -263,7 +263,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
-    """FSDP gathers the layers' bf16 weights twice and the others once. Gradients are in fp32."""
+    """FSDP gathers the layers' bf16 weights twice and all other weights once. Gradients are in fp32."""
     n, layers = 7_615_616_512, 28 * 233_057_792
     gathered, gradients = 2 * (n + layers), 4 * n
     assert f"{gathered / GIB:.1f} {gradients / GIB:.1f}" == "26.3 28.4"
@@ -288,7 +288,8 @@ def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shar
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns what --shard_ranks auto becomes on 2 ranks, from checkpoints of 2 and of 4 ranks."""
+    """Returns the two values that --shard_ranks auto gets on 2 ranks if a run resumes from a checkpoint of 2
+    ranks, and from one of 4 ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # each rank has a machine of its own
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -301,8 +302,8 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """Only an update's last backward pass waits: it sums gradients between nodes. `waits`: traffic between
-    nodes + traffic within nodes - compute."""
+    """Only an update's last backward pass waits for the network, because it sums gradients between nodes.
+    `waits` returns these seconds: traffic between nodes + traffic within nodes - compute."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up

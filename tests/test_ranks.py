@@ -53,14 +53,14 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns the gradients of JOBS on one rank, with large and with small packs."""
+    """Returns two lists of the gradients of JOBS on one rank: with large packs, and with small packs."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
 
 
 def test_gradients_do_not_depend_on_packs(alone):
-    """A large pack (`one`) computes a shared prompt once. Small packs (`many`) have about one sample."""
+    """`one`: large packs, which compute a shared prompt once. `many`: small packs, of about one sample."""
     for name, one, many in zip(JOBS, *alone, strict=True):
         assert any(g.norm() > 1e-6 for g in one.values() if isinstance(g, torch.Tensor)), name
         assert many["packs"] > one["packs"] or name == "two samples"
@@ -73,9 +73,9 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 
 
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
-    """With --shard_ranks 2, each pair of ranks holds a whole model."""
+    """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # reshard, and a function in the place of dist.accumulate: the pairs add their gradients after each pack
+    # Arguments of `gradients`. Without dist.accumulate, the pairs add up their gradients after each pack.
     in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
@@ -84,8 +84,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP gathers a model's weights in 3 groups. With reshard=False, the critic's weights stay
-            # gathered, so the update gathers only the policy's.
+            # FSDP gathers a model's weights in 3 all-gathers. With reshard=False, the critic's weights are
+            # still gathered from the computation of values, so an update gathers only the policy's.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -110,7 +110,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's store still has the old keys."""
+    """torchrun's store still has the keys of the ranks before."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -189,7 +189,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts, too: fused Adam needs them there
+    dist.to_device(model, optimizer, "meta")  # with Adam's step counts, which fused Adam needs on the device
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
@@ -202,7 +202,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines run outside, because some of their operations have no deterministic algorithm."""
+    """Engines run outside the block: some operations of engines have no deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

@@ -1,4 +1,4 @@
-"""Tests of the presets' published settings, and of functions that few presets use."""
+"""Tests of the presets against their sources, of rewards, and of tools/evaluate.py."""
 
 import dataclasses
 import itertools
@@ -37,7 +37,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# The expected values of the presets, from the sources that the comments name. 2503.14476 is an arXiv number.
+# The expected values of the presets. Comments name their sources. 2503.14476 is an arXiv number.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -49,7 +49,7 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     nonstop_penalty=0.0, drop_uniform=False, extractor=("orz",), reward=("math",), system_prompt="",
     mismatch_bounds=(0.0, 2.0),
     adam_eps=1e-8, eval_top_p=1.0)  # the defaults of torch's AdamW and of vLLM
-# orz_7b_ppo.py with its option use_grpo. Aggregation and ratio are those of ORZ's loss function.
+# orz_7b_ppo.py with the option use_grpo. Aggregation and ratio are from ORZ's loss function.
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
@@ -59,7 +59,7 @@ TABLE = {
     "orz-0.5b-1gpu": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo_1gpu.py
     "orz-1.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.7),  # orz_1p5b_ppo.py
     "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
-                          eval_response_len=32768),  # orz_32b_ppo.py (tp); the lengths are a guess
+                          eval_response_len=32768),  # tp is from orz_32b_ppo.py; the lengths are a guess
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
     "gsm8k-0.5b-1gpu": {},  # no source: our own
     # 2503.14476 section 4.1 (batch, updates, warm-up, lengths, clip, evaluation), eq. 11 and 13; verl's
@@ -101,9 +101,10 @@ TABLE = {
         critic_updates=1, passes_per_step=4, max_response_len=2048, model_len=4096, policy_lr=3e-7,
         critic_lr=3e-7, lr_decay="linear", warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0,
         total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number"))}
-PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # all other presets have 32
+PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # the others have 32
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
-# The source's (samples a step, policy updates a step, samples an update); None: not stated.
+# Preset -> ((samples a step, policy updates a step, samples an update) in its source, place in the source).
+# None: the source does not say.
 OF_ORZ = (128 * 64, 1, 128 * 64), "ORZ's playground files"
 BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
     "dapo-7b": ((512 * 16, 16, 512), "sec. 4.1"),
@@ -117,7 +118,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
 
 
 def test_the_batches_of_the_presets_are_those_of_the_papers():
-    """docs/algorithms.md has a row per preset, which says if our batches differ."""
+    """A preset's row in docs/algorithms.md has the word "instead" if its batch differs from the source."""
     for name, (paper, source) in BATCHES.items():
         p = PRESETS[name]
         ours = p.samples_per_step, p.updates_per_step, p.samples_per_step // p.policy_updates
@@ -157,7 +158,7 @@ TERMS = {
 
 
 def analogue(name, base, folder):
-    """Returns the preset's algorithm with the sizes of a tiny model."""
+    """Returns a config with the algorithm of preset `name` and the sizes of `base`, a tiny run."""
     preset = PRESETS[name]
     sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
         samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
@@ -214,7 +215,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """The host memory stays below the plan's."""
+    """The run takes less host memory than planned."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -273,7 +274,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path, first):
-    """reward/NAME: mean of weight × score over the samples that NAME graded."""
+    """reward/NAME is the mean of weight × score over the samples that grader NAME graded."""
     (tmp_path / "mine.py").write_text(
         "def half(response, answer, kind):\n    return 1 / 0 if answer == 'raise' else 0.5\n")
     terms = [f"ifeval@{tmp_path}/mine.py:half=2", "math=3"]
@@ -312,7 +313,7 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The file, and the files that it imports, are compared by content."""
+    """The contents of the file and of the files that it imports are compared, not their paths."""
     cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
@@ -356,7 +357,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """`length` needs several samples of a prompt."""
+    """Also: the reward `length` needs several samples of a prompt."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -379,7 +380,7 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
-    """A naive loop runs over all subsets of k samples."""
+    """pass@k equals a naive mean over all subsets of k samples."""
     rng, n = random.Random(1), 6
     answers = [[rng.choice(["7", "8", "9", None]) for _ in range(n)] for _ in range(50)] + [[None] * n]
     samples = [SimpleNamespace(prompt_id=i, answer=a, reward=float(a == "7"), right=a == "7",
@@ -402,13 +403,13 @@ def test_each_problem_has_its_own_value_of_each_metric():
 
 
 def gathered(samples, n):
-    """Returns the result of gather_scores on ranks that share the problems."""
+    """Returns the result of gather_scores if each rank has some of the problems."""
     world = dist.init("cpu", "float32")
     return rollout.gather_scores([s for s in samples if s.prompt_id % world.size == world.rank], n)
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """A bootstrap confirms the standard error."""
+    """A bootstrap gives nearly the same standard error."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))
@@ -439,7 +440,7 @@ def sample(length: int, reward: float, stopped: bool = True) -> data.Sample:
 
 
 def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
-    """DAPO's penalty falls from 0 to -1 over the last --overlong_buffer tokens."""
+    """DAPO's extra reward falls from 0 to -1 over the last --overlong_buffer tokens before the limit."""
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], overlong_buffer=16, mask_truncated=True)
     samples = [sample(length, 1.0, stopped=length < 48) for length in (10, 32, 40, 48)]
     shaped = rollout.shape_rewards(samples, cfg)
@@ -455,7 +456,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
 
 
 def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
-    """An alarm says if uniform groups remain."""
+    """In a uniform group, all samples have the same reward. An alarm says if uniform groups remain."""
     (tmp_path / "r.py").write_text(
         "def some(response, answer, kind):\n"
         "    return sum(map(ord, response)) % 2 if int(answer) % 3 == 0 else 0\n"

@@ -110,7 +110,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
 
 
 def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
-    """The seeds of a recipe share a line: mean ± standard error."""
+    """Runs that differ only in the seed share a line of the text: mean ± standard error."""
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
     for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
@@ -167,7 +167,7 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
 
 
 def test_the_band_holds_the_line_of_every_seed_and_their_mean():
-    """The line has a gap where a run has no value."""
+    """The line of the mean has a gap where one of the runs has no value."""
     draw = random.Random(0)
     curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
     curves[0][5] = math.nan
@@ -187,7 +187,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """One recipe has a line for each metric, several a panel for each metric. No legend covers data."""
+    """With one recipe, a panel has a line for each metric. With several recipes, each metric has a panel,
+    with a line for each recipe. No legend covers data."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to, **_: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

@@ -72,7 +72,7 @@ def graded(grader: Grader) -> int:
 
 @pytest.fixture(scope="module")
 def grader():
-    """Returns a shared Grader. At the end, none of its files and processes is left."""
+    """Returns a Grader for all tests of this file. Its end must leave no open file and no process."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
@@ -82,7 +82,7 @@ def grader():
 
 @pytest.fixture
 def custom(tmp_path):
-    """Returns a function that writes a custom reward to a file and returns its spec."""
+    """Returns a function that writes a custom reward to mine.py and returns "PATH/mine.py:score"."""
     def write(body: str) -> str:
         path = tmp_path / "mine.py"
         path.write_text("import os, time\n\n\n" + textwrap.dedent(body))
@@ -153,7 +153,7 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- the Grader
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """Each answer may take 2 s. One worker needs 3 s for all 12."""
+    """One worker needs 3 s for the 12 answers. Each answer alone may take 2 s."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
@@ -300,7 +300,7 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and its modules, two of which have the names of torz's own.
+# A reward file (mine.py) and the modules that it imports. torz has files configs.py and answers.py, too.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -340,7 +340,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """Reading __file__ of torch.classes raises an error."""
+    """A worker may not read __file__ of every imported module: torch.classes.__file__ raises an error."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -385,7 +385,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
-    """One worker runs 4 calls at once, longer than the deadline of 0.1 s."""
+    """The 4 calls wait for each other. `parallel` lets them run at once, `seconds` replaces the deadline."""
     spec = custom("""
         parallel = 4
         def score(row, response, sample, problem):
@@ -406,7 +406,7 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
-    """After 8 timeouts in a row, or a signal to stop, the other calls count as timeouts."""
+    """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
     monkeypatch.setattr(worker, "TELL", 0.5)
     spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "calls" in text)))  # noqa: E731
@@ -432,7 +432,8 @@ def test_a_function_that_ends_its_process_is_given_up(custom):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Scores a response by the share of its characters that are in the rubric. Four replies are faulty."""
+    """An HTTP server. A response's score is the fraction of its characters that are in the rubric. Four of
+    the replies are faulty."""
 
     calls, good, log_message = 0, 0, lambda *_: None
     odd = [b"{}", b'{"score": NaN}', b"no JSON", None]
@@ -448,7 +449,7 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text or b"")
         Judge.good += right > 0.5
-        if Judge.good >= 64:  # the policy has learned; now calls shall raise URLError
+        if Judge.good >= 64:  # the policy has learned; end the server, so that later calls raise URLError
             threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
 
@@ -460,7 +461,8 @@ DIGITS = "0123456789"
     ("judge", {"rubric": DIGITS}, {}),
     ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
-    """`judge` asks the server Judge. `passes` rewards what Python can run."""
+    """Two reward functions of docs/forking.md. `judge` asks the server Judge. `passes` runs the response as
+    Python code, followed by each of the row's tests."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]

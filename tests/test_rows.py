@@ -1,4 +1,4 @@
-"""Tests of rows of data, chat templates, gold answers, and order."""
+"""Tests of rows of data files, chat templates, gold answers, and the order of problems."""
 
 import itertools
 import json
@@ -94,7 +94,8 @@ READ = {
         (f"{Q}\nA. B\nB. A", "A", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # For the kind math, invisible characters and a list around the answer (Skywork-OR1) are removed.
+    # Invisible characters at both ends are removed, and for the kind math also a list around the answer
+    # (Skywork-OR1).
     r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
@@ -102,7 +103,7 @@ READ = {
     r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
-    # Numbers keep their text. The field `reward` is the kind of answer.
+    # A number keeps its digits: 1.10 does not become 1.1. The field `reward` is the kind of answer.
     **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, x, "math") for x in
        ("1.10", "1e3", "0.30", "-0", "7" * 400, "7" * 5000)},
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
@@ -150,7 +151,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # 1 and 3.0 could be indices, but math and exact compare texts.
+    # 1 and 3.0 could be indices of choices, but the kinds math and exact compare texts.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object is stored as text.
@@ -229,7 +230,7 @@ def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
 
 
 def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
-    """pandas writes integers with nulls as floats, so 2.0 is read as "2"."""
+    """pandas writes a column of integers and nulls as floats, so 2.0 is read as "2"."""
     mixed = [{"prompt": [{"role": "user", "content": Q}], "answer": "2", "choices": None},
              {"prompt": [{"role": None, "from": "human", "value": Q}], "answer": "B",
               "choices": {"A": "x", "B": "y", "C": None}}]
@@ -452,7 +453,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """So a run of an earlier version can be resumed."""
+    """Otherwise a run of an earlier version could not be resumed."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -480,7 +481,7 @@ def test_a_solved_problem_is_not_drawn_again():
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """The kind of answer, too."""
+    """Rows with different data sets or kinds of answer are different problems."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
@@ -559,7 +560,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """The second prompt (20 tokens) has room only with --eval_response_len 99."""
+    """The second prompt (20 tokens) leaves room for a response only with --eval_response_len 99."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

@@ -31,7 +31,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("metric", ["kl", "solved"])
 def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
-    """A --ref_model without a KL term, or a --skip_solved without solved problems."""
+    """Two such settings: --ref_model without a KL term, and --skip_solved while no problem is solved."""
     changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
     rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
     assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])
@@ -61,11 +61,11 @@ def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
     {}, dict(algo="grpo", critic_updates=1, resample_rounds=2),
     dict(algo="grpo", critic_updates=1, round_len=5, carry=0.5)], ids=["ppo", "resampling", "carrying"])
 def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, changes):
-    """Problems with odd answers are solved. A step has 8 of 40 problems."""
+    """Responses to problems with odd answers get reward 1. A step has 8 of the 40 problems."""
     cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),),
                               skip_solved=0.75, steps=10, save_samples="all")
 
-    def drawn(out):  # for each step: prompt_id, problem -> number of right responses
+    def drawn(out):  # for each step: (prompt_id, problem) -> number of right responses
         rows = [read_jsonl(out / f"samples/step_{step:06d}.jsonl") for step in range(10)]
         return [{key: sum(s["reward"] >= 1 for s in group) for key, group in itertools.groupby(
             step, lambda s: (s["prompt_id"], s["problem"]))} for step in rows]
@@ -88,7 +88,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """`reward` is the mean of the first term. A term that raises an error counts as 0."""
+    """The metric `reward` is the mean of the first term, without weight. A term that raises an error is 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
@@ -102,7 +102,7 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
 
 
 def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
-    """--mask_truncated leaves all responses out of the loss."""
+    """Here --mask_truncated leaves all responses out of the loss."""
     cfg = dataclasses.replace(base, stop=(), max_response_len=2, mask_truncated=True, steps=2,
                               weight_decay=9.0, eval_every=0)
     rows, policy = run(cfg, tmp_path / "m", ranks=2)

@@ -22,7 +22,7 @@ from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
 from log import read_metrics
 
-# A prompt may be longer than a block of vLLM's prefix cache (128 tokens on a CPU).
+# max_prompt_len is 200, so a prompt can fill a block of vLLM's prefix cache (128 tokens on a CPU).
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
                           stop=("</answer>",))
 OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # for conftest.responses
@@ -39,7 +39,8 @@ def env(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tp_samples(tiny, env):
-    """Returns each rank's vLLM samples with --tp 2. Forks, so it must run before `engines`."""
+    """Returns each rank's vLLM samples with --tp 2. Forks processes, so it must run before the fixture
+    `engines`, which starts vLLM in this process."""
     vllm_engine._import_vllm()
     ids = model.load_tokenizer(tiny)(TEXTS).input_ids
     cfg, world = dataclasses.replace(CFG, model=tiny, tp=2), 4 if os.cpu_count() >= 4 else 2
@@ -105,7 +106,8 @@ def check_logprobs(samples, policy, temperature):
 
 
 def naive_nucleus(logits, top_p) -> dict:
-    """Returns token -> log-prob in the fewest tokens with the probability `top_p` in sum."""
+    """Returns token -> log-prob for the nucleus: the fewest tokens whose probabilities sum to `top_p` or
+    more."""
     probs, kept = logits.double().softmax(-1).tolist(), {}
     for token in sorted(range(len(probs)), key=lambda i: -probs[i]):
         if sum(kept.values()) < top_p or top_p == 1:
@@ -264,7 +266,7 @@ def grpo_run(base, out, **changes):
 
 
 def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
-    """vLLM and transformers sample the same greedy tokens."""
+    """With the exported weights, vLLM and transformers sample the same greedy tokens."""
     monkeypatch.setattr(train, "make_engine", lambda *_: engine)
     train.main(grpo_run(base, tmp_path / "run"))
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
@@ -326,7 +328,7 @@ def test_stale_weights_and_a_second_awake_are_refused(engine, policy, prompts):
 
 def test_missing_repeated_and_unknown_weights_are_refused(engine, policy, prompts):
     def stream_of(times, prefix):
-        """Yields the policy's weights; those whose names start with `prefix`, `times` times."""
+        """Yields the policy's weights. A weight whose name starts with `prefix` comes `times` times."""
         for name, tensor in dist.full_weights(policy):
             for _ in range(times if name.startswith(prefix) else 1):
                 yield name, tensor
@@ -348,7 +350,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    # Writes the head of `other` into vLLM's packed copy of the head, which only _repack_tied_head updates.
+    # This sync writes the head of `other` into vLLM's packed copy of the head. Without _repack_tied_head, the
+    # next syncs do not update the packed copy.
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
@@ -374,7 +377,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """Only a sync of halved weights shows the fault, because the engine has the right weights."""
+    """The engine already has the right weights, so only the sync of halved weights shows the fault."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
@@ -426,7 +429,8 @@ def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkey
 
 def test_memory_that_stays_is_measured(engine, policy):
     def sleep_with(gib):
-        """Allocates a tensor while the engine is awake. Returns it, and mem/residual_gb after the sleep."""
+        """Allocates a tensor while the engine is awake. Returns the tensor, and mem/residual_gb of the
+        sleeping engine."""
         with engine.awake(dist.full_weights(policy), version=3):
             memory = torch.ones(int(gib * 2**28))  # 4 bytes each
         return memory, engine.ledger.metrics()["mem/residual_gb"]

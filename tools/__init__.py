@@ -1,3 +1,3 @@
 """Commands: plan a run, report on runs, evaluate models, pretrain the demo's tiny model."""
 
-import configs  # noqa: F401 (first, because it says what to type if no package is installed)
+import configs  # noqa: F401 (first, because configs says what to type if no package is installed)

@@ -62,8 +62,8 @@ from rollout import (
 
 
 def std_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of n values, one value per problem; None if n < 2. For the
-    differences between two models it is the paired standard error (arXiv 2411.00640)."""
+    """Returns the standard error of the mean of n values, one value per problem; None if n < 2. If
+    the values are differences between two models, it is the paired standard error (arXiv 2411.00640)."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
@@ -73,7 +73,7 @@ def _estimates(metrics):
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns name of an evaluation set -> its entries in scores.json."""
+    """Returns name of an evaluation set -> its file, size and scores, as in scores.json."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -108,8 +108,8 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table: for each evaluation set and model, the avg@n, and the difference from the first
-    model's avg@n. results: the content of each scores.json"""
+    """Returns a table with a line for each evaluation set and model: the avg@n, and its difference from the
+    first model's avg@n. results: the content of each model's scores.json"""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
@@ -200,16 +200,16 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 and file.parent.is_dir() and not file.exists(), f"--write_rows {condition} {file}",
                 "a condition such as 'rate<0.1' or '0<rate<=0.9', "
                 "and a new .jsonl file in a folder that exists")
-    if cfg.template == "chat" and "stop" not in given:  # the default stop strings are not those of a chat
+    if cfg.template == "chat" and "stop" not in given:  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    # The system prompt and stop strings of the training fit only its template.
+    # The training's system prompt and stop strings fit only the training's template.
     own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
     cfg = replace(cfg, **as_trained(models, own))
     return [replace(cfg, model=model) for model in models]
 
 
 def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns the settings of the models' training (torz.json) that an evaluation uses, without the fields
+    """Returns the models' training settings (torz.json) that an evaluation uses, except for the fields in
     `given`. Raises UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
     for facts in filter(None, (read_json(Path(model, MARKER)) for model in models)):
@@ -334,7 +334,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:
-            engine = None  # first, because a GPU may not have memory for two engines
+            engine = None  # before the next, because a GPU may not hold two engines
             gc.collect()
             torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
@@ -372,7 +372,7 @@ def main(argv: Sequence[str]) -> None:
         check_candidates(candidates, world)
         say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, --eval_temperature "
                  f"{cfg.eval_temperature}")
-        # all models have the same gold answers
+        # the first model is enough: all models have the same gold answers
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
         dist.together(lambda: make_folders(folders if world.main else ()))

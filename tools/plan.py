@@ -4,11 +4,11 @@
 
 The plan needs no torch and no GPU. train.py makes the same plan, and refuses a run that does not fit.
 
-Memory is that of one rank's device. Seconds are estimates, right within a factor of about two.
+Memory is counted for one rank's device. Seconds are estimates, right within a factor of about two.
 
 Two terms of this file:
 
-    root     the part of a model outside its layers: embedding, last norm and head; one group for FSDP
+    root     a model without its layers: embedding, last norm and head. They are one group for FSDP.
     shard    one rank's part of a model's weights, gradients or optimizer state
 """
 
@@ -37,7 +37,7 @@ HEADROOM = 0.08  # share of a device's memory that --recompute auto leaves free
 MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
 LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
-ASSUMED_PROMPTS = 57_000  # prompts of an epoch if the data can't be read
+ASSUMED_PROMPTS = 57_000  # number of prompts in an epoch, if the data can't be read
 
 
 class GPU(NamedTuple):
@@ -48,7 +48,7 @@ class GPU(NamedTuple):
     flops: float = 0.0  # peak FLOP/s of dense bf16 products
     hbm: float = 0.0  # peak bandwidth of its memory in bytes/s
     link: float = 0.0  # peak bytes/s that it sends within its node (L40S, 4090: PCIe 4.0)
-    network: float = 0.0  # Gb/s that a usual node sends; a DGX H100 sends 8 × 400
+    network: float = 0.0  # Gb/s that a usual node sends to other nodes; a DGX H100: 8 × 400
 
 
 GPUS = {gpu.name: gpu for gpu in (
@@ -62,8 +62,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns a GPU with `memory` bytes and the driver's name, `device`. Its speeds are those of the entry of
-    GPUS that matches `device`, or 0."""
+    """Returns the GPU that the driver calls `device`, with `memory` bytes. Its speeds are from the entry of
+    GPUS whose name (up to "-") occurs in `device`. Without such an entry, they are 0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -90,8 +90,8 @@ class Shape:
         """Compute these sizes:
 
         q: width of the queries of all heads together
-        kv: width of the keys of all heads together, and also of the values
-        layer, policy_params, critic_params: numbers of parameters"""
+        kv: width of the keys of all heads together; the values have the same width
+        layer, policy_params, critic_params: numbers of parameters of a layer, the policy and the critic"""
         d, self.q = self.hidden, self.heads * (self.head_dim or self.hidden // self.heads)
         self.kv = self.q * self.kv_heads // self.heads
         biases = self.q + 2 * self.kv if self.qkv_bias else 0
@@ -109,7 +109,7 @@ KNOWN = {
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
     "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # the model of tools/tiny.py
 }
-# Model types that are tied if config.json has no tie_word_embeddings.
+# Model types that tie head and embedding if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
@@ -126,8 +126,8 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def read_shape(path: str) -> Shape:
-    """Returns the Shape of the model in folder `path`. Without a config.json, returns the Shape in KNOWN
-    whose name is in `path`. Raises UserError if there is none."""
+    """Returns the Shape of the model in folder `path`. Without a config.json there, returns the entry of
+    KNOWN whose name occurs in `path`. Raises UserError if there is neither."""
     config = read_json(Path(path) / "config.json")
     known = [shape for shape in KNOWN.values() if shape.name in path]
     if known and not config:
@@ -145,7 +145,7 @@ def forward_flops(params: float, layers: int, width: int, tokens: float, square_
     return 2 * params * tokens + 2 * layers * width * square_lengths
 
 
-# --- the case
+# --- the run to plan
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # Shapes of the policy, the critic and the reference. The third may be left out if it is the policy's.
+    # Shapes of the policy, the critic and the reference. Without the third, the reference has the policy's.
     shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
@@ -170,17 +170,17 @@ class Case:
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
         # Bytes of one number in activations and gathered weights.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # On a GPU, every engine except the torch engine is planned like vLLM, which sleeps.
+        # On a GPU, every engine except the torch engine is planned like vLLM: it sleeps during training.
         self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
         self.offloads = cfg.offload and on_gpu
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         gpu = self.gpu or GPU("", 0)
-        # Most tokens of a prompt and of a response.
+        # Tokens of prompt and response in the longest sample. Its response has the maximum length.
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
-        # Bytes/s that a rank sends within its node, and that a node sends to others.
+        # Bytes/s that a rank sends within its node, and that a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
-        # Bytes of one rank's shards: of weights and AdamW's moments, and, in `state`, of the reference.
+        # Bytes of one rank's shards of weights and AdamW's moments. `state` also has the reference's weights.
         self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
         self.state = self.checkpoint + (4 * self.ref.policy_params / self.shards if cfg.has_ref else 0)
         # Number of responses that one engine samples in a step.
@@ -192,8 +192,8 @@ class Case:
 
     @cached_property
     def shards(self) -> int:
-        """Number of ranks that share one copy of the weights and the optimizer state. --shard_ranks auto: the
-        ranks of a node, if they have the memory; else all ranks."""
+        """Number of ranks that share one copy of the weights and the optimizer state. With --shard_ranks
+        auto, these are the ranks of one node if device and host memory suffice, else all ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -210,9 +210,9 @@ class Case:
 class Kept(NamedTuple):
     """What the forward passes of a model's update keep in memory for the backward passes.
 
-    recompute: number of layers that are recomputed in whole; the others recompute what costs few FLOP. None:
-        no layer recomputes anything.
-    reshard: what is kept of gathered weights. True: nothing. A number n: 1/n of each layer. False: all."""
+    recompute: number of layers that the backward pass recomputes completely. In the other layers it
+        recomputes only what costs few FLOP. None: it recomputes nothing in any layer.
+    reshard: how much of a layer's gathered weights stays. True: nothing. A number n: 1/n. False: all."""
 
     recompute: int | None
     reshard: bool | int
@@ -221,9 +221,10 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. For each `reshard`, take the first `recompute` that leaves the share HEADROOM of the device free.
-    2. Return the first choice that is at most 1 % slower than the fastest. If nothing fits, return the choice
-       that needs the least memory."""
+    1. For each `reshard`, try None, 0, 1, … as `recompute`. Take the first with which the share HEADROOM of
+       the device's memory stays free.
+    2. Of these choices, return the first that is at most 1 % slower than the fastest. If none fits, return
+       the choice that needs the least memory: recompute all layers, keep no gathered weights."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -245,13 +246,17 @@ Usage = dict[str, float]  # item -> bytes of memory that the item uses on one ra
 
 
 def _per_token(case, shape, whole):
-    """Returns two sizes in bytes per token: the activations that all layers keep for the backward pass, and
-    those that the backward pass recomputes for the model's last layer. whole: Kept.recompute"""
+    """Returns two sizes in bytes per token:
+
+    1. the activations that all layers keep for the backward pass
+    2. the activations that the backward pass recomputes for the last layer
+
+    whole: Kept.recompute"""
     d, b = shape.hidden, case.number
-    # The inputs of norms, matrix products, attention and the gate. The output of attention is counted twice:
-    # by slot and by token (model.Segments).
+    # The inputs of norms, matrix products, attention and the gate. Attention's output is counted twice: with
+    # and without the copies of shared tokens (model.Segments).
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # The layer's input, the results of the seven matrix products and of attention, and attention's log-sums.
+    # The layer's input, the results of seven matrix products and of attention, and attention's logsumexps.
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -263,7 +268,7 @@ def _allocator_loss(case, shape, root, logits, kept):
     """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage (item -> bytes);
     {} on CPUs.
 
-    gather buffers: the root, one layer and this rank's shards of both, in the memory of FSDP's CUDA stream
+    gather buffers: the root, one layer and this rank's shards of both, in a pool for FSDP's CUDA stream
     fragments: an estimate of the free memory in pieces that are too small for later tensors"""
     if not case.gpu:
         return {}
@@ -273,8 +278,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, kept):
-    """Returns the memory (Usage) at the five instants of an update that may need the most."""
-    # b: bytes of a number in the weights' dtype; d: the hidden size
+    """Returns the memory (Usage) at five instants of an update. The update's peak is at one of them."""
+    # b: bytes of a number in the compute dtype; d: the hidden size
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
     # The root stays gathered until the end of the backward pass.
@@ -285,27 +290,27 @@ def _update_instants(case, name, kept):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     per_token, again = _per_token(case, shape, kept.recompute)
     activations = T * (per_token + 2 * b * d)
-    # Weights that stay gathered until the backward pass, see Kept.reshard.
+    # Bytes of the layers' weights that stay gathered until the backward pass (Kept.reshard).
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
-    # A backward pass of a layer also has the gradients of the MLP's gate and up, and two of the hidden size.
+    # A layer's backward pass also holds the gradients of the MLP's gate and up, and two gradients of size d.
     working = T * (again + b * (2 * shape.inner + 2 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
     instants = [  # "whole gradients" are the gradients that FSDP has not yet reduced to shards
-        # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the weights' dtype.
+        # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the compute dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. Gradients: the head's, and in fp32 those of the previous layer.
+        # 2. Backward pass of a layer. Gradients: the head's, and those of the layer done before, in fp32.
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of a layer's backward pass. Gradients: those of instant 2, this layer's, and its fp32 copy.
+        # 3. End of this backward pass. Gradients: as in instant 2, this layer's, and an fp32 copy of these.
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the backward pass. Gradients: the root's, its fp32 copy, and one layer's in fp32.
+        # 4. End of the whole backward pass. Gradients: the root's, their fp32 copy, one layer's in fp32.
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step, with temporary memory of the size of the weight shards.
@@ -314,8 +319,8 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage. vLLM's KV cache on a GPU gets what
-    weights and buffers leave of --engine_share."""
+    """Returns the memory of an engine while it samples, as a Usage. On a GPU, vLLM's KV cache gets the part
+    of --engine_share that weights and buffers leave."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -335,20 +340,20 @@ def _asleep(case):
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time:
-    "sync" (of the engine's weights), "rollout", "ref", "critic" and "policy"."""
+    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time. The
+    phases: "sync" (the engine gets new weights), "rollout", "ref", "critic" and "policy"."""
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time, and has a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
     # VLLMEngine.load copies embedding and head. vLLM keeps the copies until the end of the sync if the two
-    # are tied, or if the vocabulary is padded to a multiple of 64 * tp.
+    # are tied, or if it pads the vocabulary to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # any other ref needs less than the policy's update
+    if case.cfg.ref_model:  # a ref of the policy's shape needs less than the policy's update
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -361,8 +366,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns `usage` with the items "total" and "CUDA and idle state": the memory of CUDA and NCCL, and of
-    weights and AdamW's moments that are on the device but not in `usage`."""
+    """Returns `usage` with two more items, "total" and "CUDA and idle state". The second is the memory of
+    CUDA, NCCL, and weights and AdamW's moments that are on the device but not in `usage`."""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -392,7 +397,7 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory. "machine": all ranks of a machine"""
+    """Returns item -> bytes of host memory. "machine" is for all ranks of a machine, the others for one."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -401,12 +406,12 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns item -> bytes on the disk, for a checkpoint, the bf16 exports, and all files together. policy,
-    critic: number of parameters"""
+    """Returns item -> bytes on the disk: of one checkpoint, of the bf16 exports, and of the exports with all
+    checkpoints. policy, critic: numbers of parameters"""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
-    # Besides --keep checkpoints: the one that is being written, and the best one.
+    # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
             "disk, all": count * checkpoint + exports}
@@ -437,22 +442,22 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     """Returns phase -> collective -> what a rank sends. "critic" and "policy" have these collectives:
 
-    forward: gathers of a pack's forward pass
-    backward: gathers of a pack's backward pass
+    forward: all-gathers in a pack's forward pass
+    backward: all-gathers in a pack's backward pass
     reduce: reduce-scatter of a pack's gradients
     all-reduce: sum of the gradients over the groups of --shard_ranks, once an update"""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
-    # "samples": as if all had the maximal length. A token is an int32, its log-prob a float32.
+    # All samples are counted with the maximum length, and 8 bytes a token: an int32 and a float32 log-prob.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
     return phases | {"sync": {"gathers": phases["policy"]["forward"]},
                      "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
 
 
 def _collectives(case, name, kept):
-    """Returns collective (see `traffic`) -> what a rank sends for one pack; "all-reduce": for one update."""
+    """Returns collective (see `traffic`) -> what a rank sends: for one pack, or in an update's all-reduce."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
-    # over: number of ranks and of nodes of a group, which has one copy of the weights
+    # over: numbers of ranks and of nodes that share one copy of the weights; groups: number of copies
     over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
     return {"forward": sent(case.number * params, *over),
@@ -462,13 +467,14 @@ def _collectives(case, name, kept):
 
 
 def _network(case, n):
-    """Returns the seconds in which each rank sends `n` (a Sent). Of the two networks, the slower counts."""
+    """Returns the seconds in which each rank sends `n` (a Sent). Transfers within and between nodes run at
+    the same time, so only the longer counts."""
     return max(n.within / case.within, case.local * n.between / case.between)
 
 
 def _seconds(parts):
-    """Returns the seconds of parts (n, compute, network): n passes, each with these seconds of computing and
-    of transfers. FSDP does both at the same time, so only the longer counts."""
+    """Returns the seconds of `parts`: (number of passes, seconds a pass computes, seconds a pass transfers).
+    FSDP does both at the same time, so only the longer counts."""
     return sum(count * max(compute, network) for count, compute, network in parts)
 
 
@@ -485,7 +491,7 @@ def _passes(case, name, kept, prompt, response):
         gathers = updates if kept.reshard is False else passes
         return [(gathers, forward, gather), (passes - gathers, forward, 0)]
 
-    # A backward pass costs two forward passes, and one more of each recomputed layer.
+    # A backward pass costs two forward passes, and one more in each recomputed layer.
     backward = forward * (2 + (kept.recompute or 0) / shape.layers)
     updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
     return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
@@ -493,7 +499,7 @@ def _passes(case, name, kept, prompt, response):
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Returns phase -> estimated seconds in a step, with the sum as "step". "only network": the part of the
+    """Returns phase -> estimated seconds in a step. "step" is their sum. "only network" is the time of the
     step in which no rank computes. prompt, response: mean lengths in tokens. case.gpu must have speeds."""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
@@ -508,7 +514,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # scaled by the models' sizes
+    if cfg.has_ref:  # the policy's times, scaled by the number of parameters
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
@@ -526,7 +532,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 def shortage(case: Case) -> str:
     """Returns a sentence that says which memory is too small; "" if the run fits. The plan for CPUs is not
-    exact, so a run on CPUs may need twice the available memory."""
+    exact, so on CPUs a plan of up to twice the available memory still fits."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
@@ -545,9 +551,10 @@ def shortage(case: Case) -> str:
 
 def remedy(case: Case) -> str:
     """Returns flags that make the case fit, as text, or else the advice to use a smaller model. The flags do
-    not change the algorithm. The first to try cost only speed (`free`), the last more ranks."""
+    not change the algorithm. Tried in this order: one flag; all of `free`, which costs only speed, and one
+    flag; the same with 2, 4, 8, … times the ranks."""
     cfg, node = case.cfg, case.local
-    if case.gpu and case.world <= node:  # the run uses one machine, which may have more GPUs
+    if case.gpu and case.world <= node:  # the run uses one machine, which may have GPUs without a rank
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
@@ -568,7 +575,7 @@ def remedy(case: Case) -> str:
 
 
 def verdict(case: Case) -> str:
-    """Returns a line that says whether the case fits, or else the `remedy`."""
+    """Returns a line that says whether the case fits, and if not, the `remedy`."""
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
@@ -577,7 +584,7 @@ def verdict(case: Case) -> str:
 
 # --- the plan as a table
 
-# section -> name -> number or word, or column -> number or word
+# section -> name of a row -> its value, or column -> value; a value is a number or a word
 Plan = dict[str, dict]
 
 

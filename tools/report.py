@@ -23,12 +23,12 @@ from tools.plan import as_text
 
 
 def _keys_of(rows, pattern):
-    """Returns the names of the metrics in `rows` that match `pattern`."""
     return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
 
 
 def _values(runs, key):
-    """Returns the steps at which a run has a value of `key`, and the values (runs, steps), with NaN."""
+    """Returns the steps at which any run has a value of the metric `key`, and the array (runs, steps) of the
+    values. NaN: a run has no value."""
     curves = [{row["step"]: row[key] for row in rows if key in row} for rows in runs]
     steps = sorted(set(chain(*curves)))
     return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
@@ -50,8 +50,8 @@ def recipes(runs: Sequence[Path]) -> list[list[Path]]:
 
 # --- curves
 
-# The panels of a plot: title, regular expression for the metrics, scale of the axis. With several recipes,
-# each metric has a panel of its own, with a line for each recipe.
+# The panels of a plot: title, regular expression for the metrics, scale of the axis. A plot of one recipe has
+# a line for each metric. With several recipes, each metric has its own panel, with a line for each recipe.
 PANELS = [
     ("reward", "reward", "share"),
     ("held-out accuracy", r"eval/.+/avg@\d+", "share"),
@@ -68,7 +68,7 @@ PANELS = [
 
 def _draw(axis, lines, scale):
     """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. Neighbouring lines have
-    different dashes, so that a line can be seen below an equal line."""
+    different dashes, so that two equal lines can both be seen."""
     for i, (label, (steps, values)) in enumerate(lines.items()):
         gap = i % 3 * 4
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)

@@ -34,7 +34,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import read_json, require, user_errors
 
 VERSION = 3  # raise this number when a change of this file changes the model
-GUESSES, OFF = 0.5, 12  # share of guesses in the last third of the texts, and their largest error
+GUESSES, OFF = 0.5, 12  # fraction of guesses in the last third of the texts; largest error of a guess
 BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, peak rate, warm-up updates
 HELD_OUT = 512  # number of problems in heldout.jsonl
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")

@@ -2,11 +2,13 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.memory [--only 7B …]
 
-bench/nullgpu/trainer.py explains NULLGPU. --only runs the cases whose names contain one of its words. Other
-cases keep their rows in bench/results/nullgpu-memory.md.
+bench/nullgpu/trainer.py explains NULLGPU. --only WORDS runs the cases with one of these words in their names.
+The other cases keep their rows in bench/results/nullgpu-memory.md.
 
-The exit status is 1 if the plan is below the driver's peak or over 8 % above it, if memory ran out, or if
---recompute auto leaves less than 8 % of the device free.
+The exit status is 1
+- if the plan is below the driver's peak, or over 8 % above it;
+- if memory ran out;
+- if --recompute auto leaves less than 8 % of the device free.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # largest plan / driver's peak
+ABOVE = 1.08  # largest accepted ratio of the plan to the driver's peak
 
 LEGEND = """\
 Peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and counted by a stub CUDA
@@ -65,7 +67,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # The worst case for memory: attention copies the shared prompt, but sharing a short prompt saves little.
+    # A short shared prompt is the worst case for memory: attention copies the prompt for each response, and
+    # computing a short prompt only once saves little.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]

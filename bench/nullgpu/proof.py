@@ -3,15 +3,15 @@
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-bench/nullgpu/trainer.py explains NULLGPU. This program runs the script's commands with the smaller values in
-SMALL. The measured numbers mean nothing.
+bench/nullgpu/trainer.py explains NULLGPU, the folder of a stub CUDA driver. This program runs the commands of
+gpu_proof.sh with the smaller values in SMALL. The measured numbers mean nothing.
 """
 
 import os
 import runpy
 import sys
 
-SMALL = {"--prompts": "8", "--tokens": "32", "--max_response_len": "32"}  # flag: value
+SMALL = {"--prompts": "8", "--tokens": "32", "--max_response_len": "32"}  # flag -> its value here
 assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=FOLDER"
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
@@ -35,13 +35,13 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
-# Every value read from the stub is 0. The patches below replace sums and sizes.
-Meter.__init__ = lambda meter, device: new(meter)  # sums on the CPU, which keeps the counts
+# Every value read from the stub device is 0. The patches below replace sums and sizes.
+Meter.__init__ = lambda meter, device: new(meter)  # on the CPU, where the counts are right
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# On the stub, the engine's `_wave` yields nothing. Then yield responses of full length.
+# On the stub, the engine's own `_wave` yields nothing, so this one yields responses of full length.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
@@ -50,7 +50,7 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# `_wave` calls max() on the limits, then on the prompts' lengths.
+# The first max() in the engine's `_wave` is of the limits, the second of the prompts' lengths.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (

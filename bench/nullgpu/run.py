@@ -2,14 +2,15 @@
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
-bench/nullgpu/trainer.py explains NULLGPU. One process makes two steps, saves and exports. A second process
-resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO 13 GiB.
+bench/nullgpu/trainer.py explains NULLGPU. For each algorithm, one process makes two steps, saves and exports.
+A second process resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO
+13 GiB.
 
-Prints one JSON line per phase of the loop. "before NAME" is the time from the last phase to NAME.
-    held_gib       device memory in use at the end
+Prints one JSON line per phase of the loop. The phase "before NAME" is between the last phase and NAME.
+    held_gib       device memory in use at the end of the phase
     expected_gib   what held_gib should be
-    peak_gib       peak memory of the driver
-    plan_gib       total planned by tools/plan.py
+    peak_gib       peak of the device memory in use
+    plan_gib       peak planned by tools/plan.py
     waits          how often the host waited for the device
 
 The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.
@@ -43,7 +44,7 @@ from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
-TOLERANCE = 0.3  # GiB: cuBLAS workspaces, packs and metrics
+TOLERANCE = 0.3  # GiB, for cuBLAS workspaces, packs and metrics
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
@@ -92,7 +93,7 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Makes vLLM count one sampled token per decoding step. With the stub's 0, no response ends."""
+    """Makes vLLM count one sampled token per decoding step. The stub counts 0, so no response would end."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
@@ -106,7 +107,8 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Patches Pack.to: `known` keeps what the stub would lose, the mask and the segment ends."""
+    """Patches Pack.to: `known` gets the host's mask and cu_seqlens of a pack (device address -> tensor). The
+    stub copies no values to the device."""
     import data
 
     to = data.Pack.to
@@ -130,7 +132,7 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Gives train.py made-up values where it reads results from the GPU. Also replaces NCCL."""
+    """Replaces NCCL, and values that train.py reads from the GPU, because the stub does not compute them."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 

@@ -11,11 +11,11 @@ Prints one JSON line per phase of this rank. The phases:
     on, off          a model's state moves to the device and back
     values           the critic's forward passes
     critic, policy   the updates
-All but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
-The fields:
-    planned_gib      tools/plan.py's total, without NCCL's buffers and the engine
-    peak_gib         peak of torch's tensors
-    driver_peak_gib  peak of the process
+All phases but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
+Some of the fields:
+    planned_gib      peak memory that tools/plan.py plans, without NCCL's buffers and the engine
+    peak_gib         peak memory of torch's tensors
+    driver_peak_gib  peak memory of the process
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes copied from or to host memory that is not pinned
     waits            how often the host waited for the device
@@ -58,14 +58,14 @@ from tools import plan
 GIB = 2**30
 
 
-# --- values that decide sizes
+# --- true values of tensors that decide the sizes of other tensors
 
 HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same tensor on the host
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST. The stub would return
-    zeros."""
+    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST, because the stub
+    would return zeros."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -112,7 +112,6 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
               world: dist.World) -> train.Role:
-    """Returns policy or critic with its optimizer."""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
