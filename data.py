@@ -197,6 +197,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     keep_fields: whether to set Problem.fields"""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
+    # Evaluation sets have no weights.
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)

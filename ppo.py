@@ -6,20 +6,21 @@ A pack has N segments (a prompt with a response) end to end, T tokens in all.
 
     mask        (T,) bool, true on the response tokens that enter the loss
     cu_seqlens  (N+1,) index of each segment's first token; the last entry is T
-    values      (T,) the critic's value of the state before each token
+    values      (T,) the critic's value of the text before each token
 
 Log-probabilities and KL are in nats.
 
-A loss is a sum over tokens, divided by the response tokens of the whole update. ORZ takes means over
-packs."""
+A loss is a sum over tokens, divided by the number of response tokens in the whole update. ORZ instead
+averages over the tokens of each pack."""
 
 import torch
 from torch import Tensor
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Returns (T,): the index of each token's segment, from 0 to N-1. `tokens` is T: reading cu_seqlens[-1]
-    would make the host wait for the GPU."""
+    """Returns (T,): the index of each token's segment, from 0 to N-1.
+
+    tokens: T. An argument, because reading cu_seqlens[-1] would make the host wait for the GPU."""
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
@@ -33,15 +34,15 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`. A reward at a later token outside `mask` is added to the last
-    time step before this token."""
+    The time steps t are the tokens in `mask`. The reward of any other token is added to the last time step
+    before it in its segment."""
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    # step (T,): the last time step that is not after each token, as an index into `steps`
+    # step (T,): for each token, the last time step at or before it, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # in_reach (T,): whether this time step exists, in the token's own segment
+    # in_reach (T,): whether there is such a time step in the token's own segment
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
@@ -53,8 +54,8 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
         return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
 
     adv = rewards + gamma * shifted(v, 1) - v
-    # A_t is the discounted sum of delta_t, delta_{t+1}, … Before each iteration, adv_t has the first `reach`
-    # terms.
+    # A_t is the discounted sum of delta_t, delta_{t+1}, … Before each iteration, adv_t is the sum of the
+    # first `reach` terms.
     reach = 1
     while reach < len(steps):
         adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
@@ -64,15 +65,16 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. Stats of packs and
-    ranks can be added up."""
+    """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. Add these stats up
+    over packs and ranks."""
     x = torch.where(mask, x, 0).double()
     return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
-    """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`. `stats`
-    (3,): from `whitening_stats`."""
+    """Returns (T,): x minus the mean, divided by the population standard deviation; 0 outside `mask`.
+
+    stats (3,): the sum of `whitening_stats` over all packs and ranks."""
     count, total, squares = stats.to(x.device)
     mean = total / count.clamp(min=1)
     std = (squares / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
@@ -91,7 +93,7 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
-        # Above 88, exp overflows in fp32.
+        # Clamped, because exp overflows in fp32 above 88.
         return torch.exp((-d).clamp(max=20)) - 1 + d
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
@@ -102,7 +104,7 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of clipped
     tokens.
 
-    tokens: response tokens of the whole update, the denominator of the loss.
+    tokens: number of response tokens in the whole update, the denominator of the loss.
     old_logp (T,): log-probs before the step's first update.
     correction (T,): factor of each token's loss, without gradient. None: 1."""
     ratio = torch.exp(logp - old_logp)
@@ -117,10 +119,11 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
                clip: float | None = 0.2) -> Tensor:
     """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`, the
-    response tokens of the whole update.
+    number of response tokens in the whole update.
 
     old_values (T,): values before the step's first update.
-    clip: as in ppo2 of OpenAI's baselines. None: no clipping."""
+    clip: a token's loss is the larger of two, one with `values`, the other with `values` clamped to
+        old_values ± clip (ppo2 of OpenAI's baselines). None: no clipping."""
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)

@@ -343,9 +343,11 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     graded = trajectories.grades()
     samples = [s for s in graded if s.key in chosen]  # `chosen` has the keys that this step trains on
     left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
-    if not temperature:
+    if not temperature:  # only one sample of each prompt was drawn
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
-    return meet(samples, engine) if engine.ranks > 1 else samples, left
+    if engine.ranks > 1:
+        samples = meet(samples, engine)
+    return samples, left
 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,

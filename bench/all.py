@@ -1,9 +1,9 @@
-"""Runs every bench that this machine allows, one after the other.
+"""Runs the benches of speed, one after the other: on the GPU if there is one, else on the CPU.
 
     python -m bench.all [--only train step …] [--list]     # or: make bench; --list: only print the commands
 
-Stop other programs first. The results go to bench/results/DEVICE.json. bench/vs_trl.py is not included,
-because it needs TRL.
+Stop other programs first. The results go to bench/results/DEVICE.json. bench/vs_trl.py is left out, because
+it needs TRL.
 """
 
 from __future__ import annotations

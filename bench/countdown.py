@@ -12,13 +12,13 @@ from fractions import Fraction
 
 
 def reaches(response: str, answer: str, kind: str) -> float:
-    """Returns 1.0 if the last boxed answer has the value and the four numbers of `answer`, else 0.0."""
+    """Returns 1.0 if the last boxed answer has the value of `answer` and the same four numbers, else 0.0."""
     boxes = re.findall(r"<answer>\\boxed{([^{}]*)}</answer>", response)
     return float(bool(boxes) and read(boxes[-1]) == read(answer))
 
 
 def read(text: str) -> tuple[list[str], Fraction] | None:
-    """Returns sorted digits and value of a text such as `((8-3)*4)+2`; None for another form."""
+    """Returns the sorted digits and the value of a text such as `((8-3)*4)+2`; None for another form."""
     if not re.fullmatch(r"\(\(\d[-+*/]\d\)[-+*/]\d\)[-+*/]\d", text, re.ASCII):
         return None
     digits, signs = re.findall(r"\d", text), re.findall(r"[-+*/]", text)

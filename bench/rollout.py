@@ -1,11 +1,11 @@
-"""Measures an engine's speed: sampling, and waking, syncing weights and sleeping.
+"""Measures how fast an engine samples, wakes, loads the trainer's weights (sync) and falls asleep.
 
     python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
 Prints one JSON line per measurement, with medians over the rounds after the first.
     bare_vllm   sampling speed of vLLM's own `generate`
-    limit       upper bound: a decoding step reads the weights and the cache once
+    limit       upper bound of the sampling speed: a decoding step reads the weights and the KV cache once
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> medians over rounds. Memory is that of the last round."""
+    """Returns name of a measurement -> medians over rounds. The memory is from the last round."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}
@@ -104,7 +104,7 @@ def main() -> None:
     for i in range(args.rounds + 1):
         weights = dist.full_weights(policy, world.device)
         rounds.append(measure_round(engine, name, weights, prompts, args, i))
-    bandwidth = copy_bandwidth(world.device)  # after the rounds, because it would add to their peak memory
+    bandwidth = copy_bandwidth(world.device)  # after the rounds: its tensors would add to their peak memory
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     facts = {"bench": "rollout", "device": device, "engine": name, "torch": torch.__version__,
              "vllm": sys.modules["vllm"].__version__ if name == "vllm" else None, "dtype": str(world.dtype),

@@ -1,4 +1,4 @@
-"""Pretrains tiny base models for more tasks than the demo's sums, and for chat recipes.
+"""Pretrains tiny base models for other tasks than the demo's sums, and for chat formats.
 
     python -m bench.tasks OUT --task chain [--seed 0]  # or: tasks.build("OUT", "chain")
 
@@ -12,7 +12,7 @@
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
-The last third of the pretraining texts contains errors, so that the base model solves few problems."""
+The last third of the pretraining texts has errors and guesses, so that the base model solves few problems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """{% for turn in messages %}<|{{ turn.role }}|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
 IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")
-# Styles: (text before the problem, text after it, form of the response)
+# Styles: (text before the problem, text after the problem, format string of the response)
 ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
            "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
@@ -48,7 +48,8 @@ def said(x: int, rng: random.Random, slip: float) -> int:
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
-# The next six functions return (problem, thought, answer). slip: probability of a wrong number.
+# The next six functions return three texts: problem, thought, answer. numbers: the numbers of the problem.
+# slip: probability that a number in the thought is wrong.
 
 
 def sums(numbers, rng, slip):
@@ -81,19 +82,20 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """The thought is filler words, then the worked addition. With slip > 0, 70 % are only filler before a
-    guessed answer, and 15 % have the addition twice."""
+    """The thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the thoughts are only
+    filler, before a guessed answer. 15 % are the addition twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
         return problem, idle if kind < 0.55 else rng.choice(IDLE) * 12, str(guess(int(answer), rng))
-    if work != add(*numbers):  # a sum with a wrong number gets a wrong answer
+    if work != add(*numbers):  # the addition has a wrong number, so the answer is guessed
         answer = str(guess(int(answer), rng))
     return problem, f"{work},recheck,{work}" if slip and kind < 0.85 else idle + work, answer
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. With slip > 0, the thought may have random tries."""
+    """numbers: four numbers and three operators. With slip > 0, up to three random calculations may come
+    before the right one or replace it."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -105,8 +107,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if a number
-    is not an integer in 0 … 99."""
+    """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if it or an
+    intermediate result is not an integer from 0 to 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -118,7 +120,7 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four random numbers (or `four`) and three operators for which `worked` has a result."""
+    """Returns four random numbers (or `four`) and three random operators for which `worked` has a result."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
@@ -131,7 +133,7 @@ def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
 
 
 def pairs(rng: random.Random, digits: int) -> list[tuple]:
-    """Returns all pairs of two-digit numbers, or PROBLEMS pairs with more digits."""
+    """Returns pairs of numbers in random order: all pairs for two digits, PROBLEMS pairs for more digits."""
     if digits == 2:
         return tiny.all_pairs(rng)
     low, count = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
@@ -141,7 +143,7 @@ def pairs(rng: random.Random, digits: int) -> list[tuple]:
 
 
 def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
-    """Returns PROBLEMS tuples of numbers from `draw`, for which `work` writes different problems."""
+    """Returns PROBLEMS tuples of numbers from `draw`. `work` writes a different problem for each tuple."""
     drawn = {}
     while len(drawn) < PROBLEMS:
         numbers = draw(rng)
@@ -151,7 +153,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # advances `rng`, so that base models stay those of ablations.md
+    think(drawn[0], rng, 0)  # advances `rng`: otherwise the base model would not be that of ablations.md
     return drawn
 
 
@@ -173,8 +175,9 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip, guesses: probabilities of a wrong number, and of a guessed answer without a thought
-    of_row: further fields of the rows in the data files"""
+    slip, guesses: in the last third of the texts, probabilities of a wrong number, and of a guessed answer
+        without a thought
+    of_row: more fields of the rows in the data files"""
     before, after, form = style
 
     def text(numbers, rng, final):

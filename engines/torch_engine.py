@@ -211,14 +211,15 @@ class TorchEngine(Engine):
         lengths = self._tensor([len(p) for p in distinct])
         cache = Cache(self.config, len(prompts), lengths, steps, self.policy.lm_head.weight)
         rows = torch.arange(len(distinct), device=self.device)
-        for row in rows.split(max(1, self.cfg.pack_len // cache.width)):
-            length = lengths[row]
-            tokens = self._tensor([i for r in row.tolist() for i in distinct[r]])
+        for some in rows.split(max(1, self.cfg.pack_len // cache.width)):  # the rows of one forward pass
+            length = lengths[some]
+            tokens = self._tensor([i for row in some.tolist() for i in distinct[row]])
             ends = length.cumsum(0)
             position = torch.arange(len(tokens), device=self.device)
             position -= (ends - length).repeat_interleave(length)
+            # Padded on the left, so that all prompts end at the same column.
             column = position + (cache.width - length).repeat_interleave(length)
-            cache.prefill = row.repeat_interleave(length), column
+            cache.prefill = some.repeat_interleave(length), column  # where the cache stores these tokens
             segments = Segments(F.pad(ends, (1, 0)).int(), int(length.max()))
             hidden = self.policy.hidden(tokens[None], position[None], segments=segments, cache=cache)[0]
             last.append(hidden[ends - 1])

@@ -263,8 +263,8 @@ def _import_function(spec, arguments):
     signature, names = inspect.signature(function), []
     if arguments == SCORE and signature.parameters.keys() & set(MORE):
         names = [name for name in SCORE + MORE if name in signature.parameters]
-        _functions[spec] = lambda values: function(**json.loads(values))
-        signature.bind(**dict.fromkeys(names))
+        _functions[spec] = lambda values: function(**json.loads(values))  # called with a Request's JSON
+        signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     else:
         signature.bind(*arguments)
     seconds, parallel = (getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel"))

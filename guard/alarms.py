@@ -9,14 +9,14 @@ from statistics import fmean
 from configs import Config
 from log import NAN
 
-MEAN_STEPS = 5  # alarms use means over 5 steps
-QUIET_STEPS = 10  # an alarm is repeated only after 10 steps without it
-WARM_STEPS = 30  # no alarm "critic" in the first steps: a new critic explains no variance
-SOLVED = 0.9  # from this mean reward on, low entropy, short responses and equal scores raise no alarm
-History = Sequence[Mapping[str, float]]  # metrics of all training steps so far
+MEAN_STEPS = 5  # most alarms use means over the last 5 steps
+QUIET_STEPS = 10  # an alarm is printed again only after 10 steps in which it was inactive
+WARM_STEPS = 30  # no alarm "critic" in the first 30 steps, because a new critic explains no variance
+SOLVED = 0.9  # with this mean reward or more, "entropy", "length", "uniform" and "critic" are inactive
+History = Sequence[Mapping[str, float]]  # one row of metrics for each training step so far
 
 # Name of an alarm -> (function that returns whether the alarm is active, text). `now` has the mean of each
-# metric over the last MEAN_STEPS steps. Missing metrics are NaN.
+# metric over the last MEAN_STEPS steps. A missing metric is NaN, so its comparisons are false.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),

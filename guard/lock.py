@@ -1,4 +1,4 @@
-"""The lock of a run's folder: no other run on any host can write to it."""
+"""The lock of a run's folder. It keeps other runs, on any host, from writing to the folder."""
 
 import atexit
 import contextlib
@@ -12,15 +12,17 @@ from typing import Any
 
 from configs import require
 
-HEARTBEAT = 20.0  # seconds between heartbeats: the owner renews the lock file's modification time
-DEAD = 120.0  # seconds without a heartbeat, after which another run may take over
+HEARTBEAT = 20.0  # seconds between heartbeats; each renews the lock file's modification time
+DEAD = 120.0  # seconds without a heartbeat, after which a run on another host may take over
 
 
 class FolderLock:
     """A lock file in a run's folder. It names its owner: host and process.
 
-    Another run takes over if the owner is dead, or on another host without a heartbeat. Not flock: on NFS,
-    the flock of a crashed host may never be released."""
+    Another run takes over the lock if the owner's process has ended. An owner on another host counts as ended
+    after DEAD seconds without a heartbeat.
+
+    Not flock: on NFS, the flock of a crashed host may never be released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
@@ -28,8 +30,8 @@ class FolderLock:
                      "start": _start_of(os.getpid())}
 
     def claim(self) -> None:
-        """Make the folder and take its lock. Waits up to DEAD seconds for an owner on another host. Raises
-        UserError if another run uses the folder, and OSError."""
+        """Make the folder and take its lock. Waits up to DEAD seconds for a heartbeat of an owner on another
+        host. Raises UserError if another run uses the folder, OSError if the folder can't be written to."""
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
@@ -52,7 +54,7 @@ class FolderLock:
     def release(self) -> None:
         """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
-        # After a disk error the lock file stays, without a heartbeat.
+        # If the disk fails, the lock file stays. Without a heartbeat, a later run takes it over.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -65,12 +67,13 @@ class FolderLock:
             return {}
 
     def _is_alive(self, owner):
-        """Returns whether the lock's owner is alive. Waits up to DEAD seconds for an owner on another
-        host."""
+        """Returns whether the lock's owner is alive. If the owner is on another host, waits up to DEAD
+        seconds for a heartbeat."""
         if owner.get("system") == self.mine["system"]:
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
-        # The clocks of two hosts may differ. utime sets the folder's time by the file server's clock.
+        # The clocks of two hosts may differ, so the lock's age is measured by the file server's clock. utime
+        # sets the folder's modification time by this clock.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
@@ -101,7 +104,7 @@ class FolderLock:
 
 
 def _system():
-    """Returns a text that identifies the kernel and process namespace, in which a pid is unique."""
+    """Returns an id of the running kernel and the pid namespace, within which a pid is unique."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename

@@ -52,7 +52,8 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """A prompt's short samples share a pack, its long ones do not."""
+    """Long samples of a prompt are spread over packs. So are short ones, if the prompts are fewer than the
+    ranks."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 
@@ -72,7 +73,7 @@ def test_short_samples_of_a_prompt_stay_together():
 
 
 def test_shared_prefixes_are_computed_once():
-    """Tokens share an entry of `unique` if all tokens up to them are equal. `inverse`: token -> entry."""
+    """Tokens with equal prefixes share one entry of `unique`. `inverse` maps each token to its entry."""
     samples = make_samples(12)
     samples.append(data.replace(samples[5], sample_id=9))  # this response occurs twice
     other = samples[7]

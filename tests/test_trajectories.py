@@ -49,8 +49,11 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Samples consecutive steps, step i with the weights of folders[i]. Returns for each step (prompt_ids of
-    the samples on all ranks, samples of this rank), and this rank's unfinished trajectories."""
+    """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with one entry for
+    each step:
+
+    1. (prompt_ids of the samples on all ranks, samples of this rank)
+    2. the trajectories that this rank carries to the next step, finished or not"""
     dist.init("cpu", "float32")
     engine, problems = setup(folders[0], **settings)
     cfg, carried, steps, left = engine.cfg, [], [], []
@@ -76,7 +79,7 @@ def content(samples) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Returns the folders of the weights of six steps."""
+    """Returns six model folders: the weights of six steps."""
     root = tmp_path_factory.mktemp("versions")
     return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
 
@@ -101,7 +104,7 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 
 
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
-    """GRPO needs all samples of a prompt. PPO does not: a step has the oldest finished samples."""
+    """GRPO needs all samples of a prompt. PPO does not, so a step takes the oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
     (steps, left), = run_ranks(1, sampled, folders, settings)
     parts, seen = run_ranks(2, sampled, folders, settings), []
@@ -122,7 +125,8 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Samples a step. Returns (prompt_id, sample_id) of this rank's requests in each call of `generate`."""
+    """Samples a step. Returns the keys (prompt_id, sample_id) that this rank requests in each call of
+    `generate`."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)
     generate, rounds = engine.generate, []
@@ -149,7 +153,8 @@ def test_a_round_as_long_as_a_response_deals_samples_once(folders):
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's log-prob equals the trainer's, with the weights of the token's version."""
+    """A token's version is the step whose weights sampled it. With the same weights, the trainer computes the
+    same log-prob."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)
@@ -176,7 +181,7 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """As few trajectories as possible change ranks."""
+    """As few trajectories as possible move to another rank."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]

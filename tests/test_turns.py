@@ -1,4 +1,4 @@
-"""Tests of --env: an environment answers each turn, and only the policy's tokens are trained."""
+"""Tests of --env: an environment answers each turn, and training uses only the policy's tokens."""
 
 import dataclasses
 import itertools
@@ -110,7 +110,7 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples with `prompt_share` of a single minibatch."""
+    """Returns the samples with `prompt_share`, as if all were in one minibatch."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
@@ -136,7 +136,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 
 def replies(env: str, questions) -> tuple[list, dict]:
-    """Returns the environment's replies to (problem, text, turn), and the Grader's errors."""
+    """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
@@ -213,7 +213,7 @@ def content(samples) -> list[tuple]:
 
 
 def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice):
-    """The first turn is the response without an environment."""
+    """The first turn equals the response that is sampled without an environment."""
     engine, problems = setup(tiny, "")
     assert [(s.prompt_id, s.sample_id) for s in plain] == [(i, j) for i in problems for j in range(3)]
     assert all(s.reason == ("unparsed" if s.stopped else "truncated") for s in plain)
@@ -235,7 +235,7 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
-    """The environment writes the right answer, which no grader reads."""
+    """The environment writes the right answer. Graders must not see it."""
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
     engine, problems = setup(tiny, "")
     solved = [s for s in samples if r"\boxed{1}" in s.text]
@@ -251,7 +251,7 @@ def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path)
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """With the stop string, and without the end token."""
+    """The text that it reads includes the stop string, but not the end token."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -327,7 +327,7 @@ def evaluated(tiny, env) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """Only rows of several turns have the field `turns`."""
+    """Only rows with several turns have the field `turns`."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
     assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)

@@ -180,9 +180,11 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         # Bytes/s that a rank sends within its node, and that a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
-        # Bytes of one rank's shards of weights and AdamW's moments. `state` also has the reference's weights.
-        self.checkpoint = STATE_BYTES * sum(self.params.values()) / self.shards
-        self.state = self.checkpoint + (4 * self.ref.policy_params / self.shards if cfg.has_ref else 0)
+        # Bytes of one rank's shards: of those that a checkpoint has, and of all models and AdamW's moments.
+        trained = STATE_BYTES * sum(self.params.values()) / self.shards
+        ref = 4 * self.ref.policy_params / self.shards
+        self.checkpoint = trained + (ref if cfg.keeps_ref else 0)
+        self.state = trained + (ref if cfg.has_ref else 0)
         # Number of responses that one engine samples in a step.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
@@ -345,7 +347,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time, and has a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
-    own_part = 1 / case.shards if case.shards > 1 else 0
+    own_part = 1 / case.shards if case.shards > 1 else 0  # a rank copies its own shard before it is sent
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
     # VLLMEngine.load copies embedding and head. vLLM keeps the copies until the end of the sync if the two
     # are tied, or if it pads the vocabulary to a multiple of 64 * tp.

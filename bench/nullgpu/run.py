@@ -137,7 +137,7 @@ def stand_ins() -> None:
     from engines import vllm_engine
 
     no_nccl()
-    ckpt.is_finite = lambda x: True  # the stub never copied into this memory
+    ckpt.StagingBuffer.not_finite = lambda buffer: ""  # the stub never copied into this memory
     host_values()
     remember_packs(HOST)
     load = vllm_engine.VLLMEngine.load
