@@ -182,7 +182,7 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     facts: content of state.json
-    saved: number of steps of a checkpoint that is already in `out`, so `save` skips it; None: none
+    saved: number of steps of a checkpoint in `out`, which `save` does not write again; or None
     warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
@@ -461,7 +461,7 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    facts: of this run: "config", "read" (what must not change) and "noted" (what may change)
+    facts: this run's "config", "read" (what must not change) and "noted" (what may change)
 
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
@@ -530,8 +530,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     """Write the Hugging Face folder `out` in bf16. All ranks must call this function. `source`: folder of the
     base model.
 
-    Raises UserError, the same on every rank, if the folder can't be written, or if `out` exists and is no
-    earlier export."""
+    Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     dist.together(check_export_path, out)
     state = {}
     for name, tensor in weights:

@@ -179,7 +179,7 @@ class Config:
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; longer ones are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
     skip_solved: Share = 0.0  # skip a prompt after this share of its responses was right; 0: off
-    resample_rounds: Amount = 0  # maximum rounds that replace prompts whose samples all score the same (DAPO)
+    resample_rounds: Amount = 0  # how often a step may replace prompts whose samples score the same (DAPO)
     round_len: Amount = 0  # spread unfinished responses over the engines again after every N tokens; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
@@ -190,7 +190,7 @@ class Config:
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
-    temperature: Positive = 1.0  # sampling temperature; the trainer divides its logits by it, too
+    temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of GPU memory that vllm may use while it samples
     max_num_seqs: Count = 512  # maximum responses that one engine decodes at once
@@ -238,8 +238,8 @@ class Config:
     layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 1 to 32; any: --ranks
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
-    shard_ranks: Amount | Literal["auto"] = 0  # ranks that split a model; 0: all; auto: a node's if that fits
-    network: NotNegative = 0.0  # planned speed between nodes in Gb/s; 0: usual for this GPU
+    shard_ranks: Amount | Literal["auto"] = 0  # ranks per copy of a model; 0: all; auto: one node if it fits
+    network: NotNegative = 0.0  # speed between nodes in Gb/s, for the plan; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
@@ -249,8 +249,8 @@ class Config:
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
-    stall_limit: Positive = 3600.0  # maximum seconds of a phase; then every rank prints its stack and exits
-    go: bool = False  # start even if the check of first responses or gold answers fails
+    stall_limit: Positive = 3600.0  # maximum seconds of a rollout, save, …; then ranks print stacks and exit
+    go: bool = False  # start even if the gold answers or the first responses fail their check
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
 
     def __post_init__(self) -> None:
@@ -294,7 +294,7 @@ class Config:
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens")
         require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
                 f"{self.resample_rounds} can't be used together", "only one of them")
-        # With --carry, a round must be shorter than the longest response: else none would stay unfinished.
+        # With --carry, a round must be shorter than the longest response, or it would finish all responses.
         longest = self.max_response_len - (1 if self.carry else 0)
         require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
                 f"large: a response has at most {self.max_response_len} tokens",
@@ -358,7 +358,7 @@ class Config:
 
     @property
     def minibatches(self) -> int:
-        """Number of minibatches in a step: one for each update of the model with more updates."""
+        """Number of minibatches that a step's samples are divided into."""
         return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
@@ -402,7 +402,7 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's updates in a step. With one, the ratio is 1 and nothing is clipped."""
+        """Number of the policy's updates in a step. With one update, the ratio is 1 and is not clipped."""
         return self.policy_updates * self.passes_per_step
 
 
@@ -446,8 +446,8 @@ PRESETS = {
         system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
         samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
         warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
-    # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The values of engine_share are from the
-    # files in its folder playground/.
+    # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The values of engine_share are from
+    # playground/ in its repository.
     "orz-0.5b": ORZ_SMALL,
     "orz-0.5b-1gpu": ORZ_SMALL,
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
@@ -515,8 +515,8 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. Some of them name what the run reads (data, models, rewards,
-# template). There, ckpt.resume compares the content that was read (guard.start.read_facts).
+# Settings that may change when a run resumes. Some name what the run reads (data, models, rewards, template).
+# ckpt.resume compares what was read, not the names (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
@@ -533,7 +533,7 @@ def changed(old: dict, new: dict) -> list[str]:
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
     by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # The fields that a layout sets may change with --layout, unless a flag has set one of them.
+    # If --layout changes, so may the fields that layouts set, unless a flag overrode one of these fields.
     if old["layout"] != new["layout"] and not by_flag:
         free |= LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
@@ -595,7 +595,7 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for an unknown flag, or a value after a switch."""
+    """Returns given_flags(argv). Raises UserError for an unknown flag, or a value after a boolean flag."""
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
         # `split`, because some libraries put a section's name in front: --train.micro_batch_size
@@ -723,8 +723,7 @@ def check_trackers(cfg: Config) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file, a run's folder, or a folder in a run that holds no exported
-    model."""
+    """Raises UserError if `path` is a file, a run's folder, or a folder in a run but no model."""
     require(not Path(path).is_file(), f"{path} is a file",
             "a model's folder; data files follow --data, or tools.evaluate's models")
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
@@ -761,7 +760,7 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# (flags, whether they have an effect with config c, the setting that they need), for `parse`
+# `parse` refuses flags without effect. Rows: flags; whether config c gives them an effect; what they need
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),

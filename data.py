@@ -46,7 +46,7 @@ TEMPLATES = {
         "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
-# A number in each random seed, so that each purpose draws different random numbers.
+# Each seed below has one of these, so that order, minibatches and replacements get different seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
 
@@ -77,7 +77,7 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: int  # index in the step's batch; with --carry, number in the run until sampling ends
+    prompt_id: int  # index in the step's batch; during sampling with --carry, number in the run
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
@@ -230,14 +230,14 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
     """Returns a function from a conversation to the tokens of a prompt. The conversation's last turn is the
-    problem. Only the template "chat" can show turns before it.
+    problem. Only the template "chat" can show earlier turns.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # raised outside the main thread, where no handler can be set
+    with suppress(ValueError):  # only the main thread can set a handler
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
@@ -451,8 +451,8 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
-    """Returns minibatches[m][rank][pack], a list of sample indices. Which samples a minibatch has does not
-    depend on the number of ranks.
+    """Returns minibatches[m][rank][pack], a list of sample indices. A minibatch has the same samples for
+    any number of ranks.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
@@ -477,7 +477,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # Neighbours in this order have similar costs. They become the ranks' k-th packs.
+    # After this sort, the k-th packs of all ranks are neighbours, so they have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for u in b for i in units[u]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
@@ -521,14 +521,14 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# FSDP needs the same number of passes on every rank. So a rank with fewer packs also computes packs of this
-# one token, which does not enter the loss.
+# FSDP needs the same number of passes on every rank. So a rank with fewer packs also computes packs of
+# FILLER only: one token, outside the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end; without samples, with FILLER.
+    """Returns a pack with the samples end to end. If there are none, it has only FILLER.
 
     step: `fresh_tokens` gets the loss tokens that the weights of this step sampled; None: all loss tokens"""
     samples = samples or [FILLER]

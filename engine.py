@@ -1,6 +1,6 @@
 """The base class of the engines.
 
-An engine samples responses with the policy's weights. It may sample only inside `awake`, which loads them:
+An engine samples responses with the policy's weights, but only inside `awake`, which loads the weights:
 
     with engine.awake(full_weights(policy), version=step):
         for sample in engine.generate(requests, limits, temperature, key, version=step):
@@ -9,8 +9,8 @@ An engine samples responses with the policy's weights. It may sample only inside
 To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
 rollout.ENGINES.
 
-Without a check, training on samples of old weights would go wrong unnoticed. So `generate` raises an error if
-the engine holds weights of another step than `version`."""
+`generate` raises an error if the engine holds weights of another step than `version`. Without this check,
+nobody would notice training on samples of old weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class MemoryLedger:
     """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. `residual` is
     the GiB that the engine holds while it sleeps. Create the ledger before the engine.
 
-    On a GPU, this is the memory of all processes. torch's own statistics would also count tensors whose
+    On a GPU, counts the memory of all processes. torch's own statistics would also count tensors whose
     memory a sleeping engine has given back."""
 
     def __init__(self, device: Device) -> None:
@@ -225,16 +225,15 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Returns the number of tokens of `after` up to the end of the first stop string there; 0 if there is
-    none.
+    """Returns the number of tokens of `after` up to the end of the first stop string; 0 if there is none.
 
     before, after: tokens of one response; the stop string may begin in `before`
 
-    Only the first tokens of `after` are searched: the engine itself stops at later stop strings."""
+    Searches only as far as a stop string that begins in `before` can end. The engine stops at others."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. 8 more tokens complete a character that is cut at the
-    # start of `tail`.
+    # A stop string has at most as many tokens as bytes. `tail` may begin inside a character; with 8 more
+    # tokens, this character ends before the stop string begins.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

@@ -86,8 +86,8 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     samples: this rank's samples, ordered by (prompt_id, sample_id)
     parts: the NAMEs of the metrics `reward/NAME`
     turns: true with --env
-    per_prompt: prompts with fewer samples (possible with --carry) do not count in `pass@n` and
-        `uniform_groups`"""
+    per_prompt: `pass@n` and `uniform_groups` leave out prompts with fewer samples than per_prompt
+        (possible with --carry)"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -292,7 +292,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 class Tracker:
-    """Sends the rows of metrics.jsonl to a service for experiment tracking, each at most once.
+    """Sends the rows of metrics.jsonl to a service for experiment tracking. Sends no row twice.
 
     A file stores the run's id at the service and the next step to send. A failed tracker logs an alarm, and
     training goes on.
@@ -324,7 +324,7 @@ class Tracker:
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
         """Send a step's metrics and saved samples, unless the step was sent before."""
         if row["step"] >= self.state["next_step"] and not self.failed:
-            # Written before sending: a crash between the two loses a row, and never sends one twice.
+            # The file is written before the row is sent: a crash can lose a row, never send it twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
             self._attempt(self.send, row, samples)

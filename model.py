@@ -142,7 +142,7 @@ class Segments:
         starts, lengths = ends[:-1], ends.diff()
         # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block, the index in the pack of each slot's token; -1: padding
+        tokens = []  # for each block: the slots' tokens, as indices in the pack; -1: padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
@@ -215,8 +215,8 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # A GPU runs this only in fp32. There, with fewer key heads than query heads, torch would store all
-        # attention scores.
+        # A GPU runs this only in fp32. With fewer key heads than query heads, torch's fp32 attention would
+        # store all attention scores.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -288,7 +288,7 @@ def chunks(tokens: int, vocabulary: int) -> list[slice]:
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns fp32 logits (c, V), summed in fp32, of hidden states (c, D) for the head's weight (V, D)."""
+    """Returns fp32 logits (c, V) of hidden states (c, D). weight: the head's (V, D). The sums are in fp32."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
@@ -518,7 +518,7 @@ def load_tokenizer(path: str) -> Any:
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of all that a tokenizer does, except for the chat template."""
-    # Some settings that `rules` lacks, such as clean_up_tokenization_spaces, change this example.
+    # This example depends on settings that are not in `rules`, such as clean_up_tokenization_spaces.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
     # Without padding and truncation, because every call of the tokenizer changes them.

@@ -72,7 +72,7 @@ def _term(spec, parts):
             f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}")
     name = custom.rpartition(":")[2] or full
     if dataset:
-        name = dataset.replace("/", "-")  # a / in a metric's name starts a new level
+        name = dataset.replace("/", "-")  # the metric is reward/NAME, with no / in NAME
     return Term(name, weight, custom=custom, dataset=dataset)
 
 
@@ -103,8 +103,7 @@ def think_then_answer(text: str) -> float:
 
 
 def tag_count(text: str) -> float:
-    """Returns 0.25 for each of the four tags that occurs exactly once with its line breaks (Open-R1's tag
-    count)."""
+    """Returns 0.25 × the number of `tags` that occur exactly once in the text (Open-R1's tag count)."""
     tags = "<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>"
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
@@ -156,9 +155,9 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}. stopped is false for a response cut at the length limit. stopped and kind may
-            be left out. Or a file of a run's samples/
-        reward: as for train.py: names, with a weight if it is not 1: math format=0.5 path/to/file.py:function
+            "kind": "math"}, or a file of a run's samples/. stopped is false for a response cut at the length
+            limit. stopped and kind may be left out
+        reward: terms NAME or NAME=WEIGHT, such as math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,

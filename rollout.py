@@ -38,8 +38,8 @@ from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
-# A part of each random seed, so that training, evaluations, the self-check and later rounds draw different
-# random numbers.
+# Random seeds contain these numbers, so that training, evaluations, the self-check and later rounds of a
+# rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 PROMPTS_PER_ENGINE = 32  # with fewer per engine, `deal` spreads a prompt's samples over the ranks
 
@@ -73,7 +73,7 @@ def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[f
 
 
 # Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
-# extra reward for each sample. A run uses the parts that --reward names or a flag in BY_FLAG switches on.
+# extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
 REWARD_PARTS = {
     **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
     "length": length,
@@ -133,7 +133,7 @@ def extractors(cfg: Config) -> dict[str, str]:
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown one.
+    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
     `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
@@ -170,7 +170,7 @@ class Trajectories:
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # their `text` lacks the unfinished turn
+        self.open: dict[Key, Sample] = {}  # Sample.text still lacks the unfinished turn
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -273,7 +273,7 @@ class Trajectories:
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
             return self._complete(replace(s, reason="error"))
-        # Without room for another turn, the trajectory ends without the text, as truncated.
+        # No room for another turn: drop the text, and end the trajectory as truncated.
         if len(ids) >= left:
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
@@ -334,7 +334,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     old = dist.gather_all(trajectories.open) if carries else ()  # keys of all ranks
     home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # After a resume, move carried trajectories to the ranks that they have in an uninterrupted run.
+    # Move carried trajectories to their rank in `home`, which is the same after a resume.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
@@ -352,8 +352,8 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Sample rounds until there are enough samples. Returns their keys, also those on other ranks, or None if
-    a signal has aborted sampling.
+    """Run rounds of sampling until enough trajectories are complete. Returns their keys (some are on other
+    ranks), or None if a signal has aborted sampling.
 
     Without `carries`, all trajectories must be complete. With `carries`, cfg.samples_per_step complete
     trajectories are enough, unless an unfinished prompt is --max_staleness steps old."""
@@ -399,7 +399,7 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Returns key -> new rank for the fewest unfinished trajectories that must move to balance the ranks.
+    """Returns the fewest moves that balance the ranks: key of an unfinished trajectory -> its new rank.
 
     held[r]: keys of the unfinished trajectories on rank r"""
     ranks, total = len(held), sum(map(len, held))

@@ -285,7 +285,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    # Made before the data are loaded: load_data keeps the rows' fields only if a reward function reads them.
+    # The grader is made first: its `reads_rows` tells load_data whether to keep the rows' fields.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
@@ -402,7 +402,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """`sample_step` with --carry: samples more prompts than the step needs, and continues the previous step's
-    trajectories. The batch is chosen from the prompts that finish."""
+    trajectories. The batch has the prompts of the returned samples."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -551,7 +551,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
-    rank's samples, and for all samples prompt_id (S,) and length in tokens (S,).
+    rank's samples, and the prompt_ids (S,) and lengths in tokens (S,) of all samples.
 
     n: --samples_per_prompt"""
     # this rank's samples, as indices of `tokens`
@@ -569,7 +569,7 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
     1 / (the prompt's tokens in the loss × number of prompts in the loss). Both are counted in the minibatch.
 
     keys, prompts: from `number_samples`
-    layout[minibatch][rank][pack]: numbers of the pack's samples"""
+    layout[minibatch][rank][pack]: the pack's samples, numbered as in `number_samples`"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)

@@ -83,7 +83,7 @@ def pack_mean(cfg: Config) -> None:
 
 
 def no_stop_gradient(cfg: Config) -> None:
-    """A deliberate bug: the new log-probs are also the old ones. Then the ratio is 1 and has no gradient."""
+    """A deliberate bug: takes the new log-probs as the old ones. Then the ratio is 1 and has no gradient."""
     right = grpo.policy_loss
     grpo.policy_loss = lambda logp, old_logp, *rest: right(logp, logp, *rest)
 
@@ -367,7 +367,7 @@ def collapsed(row: dict) -> bool:
 
 
 def steps_to(row: dict, threshold: float) -> int:
-    """Returns the first step at which the mean reward of three steps reaches `threshold`, else STEPS."""
+    """Returns the first step where the mean reward of the last 3 steps reaches `threshold`, else STEPS."""
     rewards = row["rewards"]
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
@@ -398,8 +398,8 @@ def difference(runs: Runs, task: str, variant: str, reference: str,
 class Claim(NamedTuple):
     """The claim that a variant's `measure` is higher (sign 1) or lower (sign -1) than the reference's.
 
-    why: a possible cause, for the report, if the runs disagree with the claim
-    unclear: the cause, for the report, if the verdict is "can't tell" on every task"""
+    why: for the report, why the runs may disagree with the claim
+    unclear: for the report, why the verdict is "can't tell" on every task"""
 
     text: str
     source: str
@@ -451,8 +451,8 @@ CLAIMS = (
 
 
 def verdict(found: Estimate, sign: int) -> str:
-    """Returns "agrees" if `found` has the claim's sign, else "**disagrees**". Returns "can't tell" if the
-    95 % interval contains 0, or with fewer than three pairs."""
+    """Returns "can't tell" if the 95 % interval contains 0, or for fewer than 3 pairs of runs.
+    Otherwise returns "agrees" if `found` has the claim's sign, else "**disagrees**"."""
     if found.n < 3 or abs(found.mean) <= found.half:
         return "can't tell"
     return "agrees" if found.mean * sign > 0 else "**disagrees**"
@@ -573,7 +573,7 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs with unchanged settings. keys: (task, variant, seed) -> result of `key_of`"""
+    """Returns the finished runs whose hash equals keys[task, variant, seed], the result of `key_of`."""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):

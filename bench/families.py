@@ -1,4 +1,4 @@
-"""Measures the differences between torz's and transformers' models, for each supported model family.
+"""Compares torz with transformers, and the engines (torch, vLLM) with the trainer, for each model family.
 
     python -m bench.families [--only granite cohere …] [--no_vllm]
 
@@ -42,7 +42,7 @@ nats.
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name of LIMITS -> largest difference of the model in `path`, or why it was not measured."""
+    """Returns for each name in LIMITS the model's largest difference. A text says why vLLM was not run."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],
@@ -52,7 +52,7 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns vLLM's largest difference, or an error text. vLLM allows one engine per process."""
+    """Returns the largest difference of the vLLM engine from the trainer, or an error text."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)

@@ -1,11 +1,11 @@
-"""Rehearses the production layout on one machine, with the tiny model.
+"""Rehearses the production layout on one machine, with the tiny model, in three phases.
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
 1. Four torchrun agents, with 8 ranks each, train two steps of 32 × 8 samples and save a checkpoint.
 2. 8 ranks with the debug layout resume the run and train two more steps.
-3. Phase 1 again, but all 32 ranks shard a model together, not the 8 ranks of an agent. The rewards must be
-   equal to those of phase 1.
+3. Like phase 1, but each model is sharded over all 32 ranks, not over the 8 ranks of an agent. The
+   rewards must be equal to those of phase 1.
 
 Prints a JSON line per phase: seconds, memory, and what rank 0 sent (bench/traffic.py). --out must be a new or
 empty folder. It is removed at the end.
@@ -33,7 +33,7 @@ def available_gb() -> float:
 
 
 def phase(name: str, commands: list[list[str]], out: Path) -> None:
-    """Runs the commands in parallel and prints the phase's line. Exits if a command fails."""
+    """Runs the commands in parallel and prints one line of results. Exits if a command fails."""
     before = lowest = available_gb()
     began = time.monotonic()
     logs = [out.parent / f"{out.name}-{name}-{i}.log" for i in range(len(commands))]

@@ -68,7 +68,6 @@ def speed_limit(engine, prompts: dict, args: argparse.Namespace, bandwidth: floa
 
 
 def summary(rounds: list[dict], bandwidth: float, limit: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> medians over rounds. The memory is from the last round."""
     middle = {name: median(row[name] for row in rounds) for name in rounds[0]}
     speed = middle["tokens_per_s"]
     tokens = {"value": speed, "limit": limit, "share_of_limit": speed / limit}
@@ -104,7 +103,7 @@ def main() -> None:
     for i in range(args.rounds + 1):
         weights = dist.full_weights(policy, world.device)
         rounds.append(measure_round(engine, name, weights, prompts, args, i))
-    bandwidth = copy_bandwidth(world.device)  # after the rounds: its tensors would add to their peak memory
+    bandwidth = copy_bandwidth(world.device)  # measured last: it would raise the rounds' peak memory
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     facts = {"bench": "rollout", "device": device, "engine": name, "torch": torch.__version__,
              "vllm": sys.modules["vllm"].__version__ if name == "vllm" else None, "dtype": str(world.dtype),

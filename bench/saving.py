@@ -5,8 +5,8 @@
 
 Prints one JSON line:
     waits_s            seconds that training waits for the copy to host memory
-    difference_share   extra time of a block with a save, divided by the time of a block without; mean over
-                       pairs of blocks, without the lowest and the highest tenth
+    difference_share   seconds that a save adds to a block, divided by the seconds of a block; mean over
+                       pairs of blocks, after the lowest and the highest tenth are dropped
     cpu_share          the same for the CPU seconds of rank 0
 """
 

@@ -2,8 +2,8 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has sums to train on and the demo's tokenizer. This tokenizer is small, so most sampled tokens
-have no text.
+The folder also has the demo's tokenizer, and problems such as 12+30= in train.jsonl. The tokenizer is small,
+so most sampled tokens have no text.
 """
 
 from __future__ import annotations

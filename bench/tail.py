@@ -2,9 +2,9 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-Decoding has the speed that tools/plan.py estimates. Compares these rules for sharing out the responses:
+Decoding has the speed that tools/plan.py estimates. Compares these settings:
     whole                   one engine samples a response to its end
-    one round               --round_len is the length limit
+    one round               like `whole`, plus the messages that --round_len needs
     rounds                  --round_len is a sixteenth of the length limit
     carry X, staleness N    like `rounds`, with --carry X --max_staleness N
     ideal                   a lower bound: all engines always decode a full batch
@@ -49,8 +49,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns the seconds in which one engine adds tokens[i] tokens to each response i, which has context[i]
-    tokens. At most `slots` responses run at once."""
+    """Returns one engine's seconds for tokens[i] more tokens of each response i, after context[i] tokens of
+    prompt and response. At most `slots` responses run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -84,7 +84,7 @@ class Simulation:
             staleness, oldest    mean and largest age in steps of the weights that sampled the tokens
             tokens               number of tokens in the step's samples"""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
-        moved = set(self.going)  # the weights are new, so all are prefilled again, as if moved
+        moved = set(self.going)  # keys to prefill again: all, as the weights are new
         new = cfg.prompts_per_step + (cfg.extra_prompts if step == 0 else 0)
         for number in range(self.next, self.next + new):
             for sample, length in enumerate(self.draw(n)):
@@ -119,7 +119,7 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Returns the seconds of one engine's round. keys: its responses. moved: keys to prefill again."""
+        """Returns one engine's seconds for a round of the responses `keys`. moved: keys to prefill again."""
         if not keys:
             return 0.0
         reread = 0
@@ -169,8 +169,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
-    """Returns the preset and the estimated cost on H100s. A decoding step reads memory while it computes, so
-    its time is the longer of the two."""
+    """Returns the preset and the estimated cost on H100s. A decoding step lasts as long as its memory
+    reads or its FLOP, whichever takes longer."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops

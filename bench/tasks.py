@@ -82,8 +82,8 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """The thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the thoughts are only
-    filler, before a guessed answer. 15 % are the addition twice."""
+    """The thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the responses have only
+    filler and a guessed answer, and 15 % have the addition twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -107,8 +107,8 @@ def countdown(numbers, rng, slip):
 
 
 def worked(numbers) -> tuple[str, int | None]:
-    """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if it or an
-    intermediate result is not an integer from 0 to 99."""
+    """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if a step
+    gives no integer from 0 to 99."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -153,7 +153,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # advances `rng`: otherwise the base model would not be that of ablations.md
+    think(drawn[0], rng, 0)  # advances `rng`, to get the base model of ablations.md
     return drawn
 
 
@@ -175,8 +175,8 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip, guesses: in the last third of the texts, probabilities of a wrong number, and of a guessed answer
-        without a thought
+    slip: in the last third of the texts, the probability that a number is wrong
+    guesses: in the last third, the probability of a guessed answer without a thought
     of_row: more fields of the rows in the data files"""
     before, after, form = style
 

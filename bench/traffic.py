@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
-Rank 0 prints one JSON line: for each collective, the GiB to ranks of its node and to other nodes.
-tools.plan.sent computes the GiB from the sizes of tensors, for NCCL's ring.
+Rank 0 prints one JSON line: for each collective, the GiB that a rank sends within its node and to other
+nodes. tools.plan.sent computes these GiB from the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, how often it sends the tensor)
+# function of torch.distributed -> (name in SENDS, `times` for tools.plan.sent)
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 

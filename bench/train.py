@@ -1,7 +1,7 @@
 """Measures the phases of training without an engine, on synthetic packs and random models of any shape.
 
     python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--layers 0] [--vocab 0]    # 0: that of --size
+                          [--recompute none] [--layers 0] [--vocab 0]    # 0: as in --size
 
 The phases:
     logprobs   log-probs without gradients
@@ -10,7 +10,7 @@ The phases:
     head       the policy's output layer alone: log-probs from random hidden states, and gradients
 
 An update has --packs packs. A pack has --pack tokens, in segments of --segment tokens. With --recompute N,
-the first N layers are recomputed in whole.
+the first N layers keep only their input.
 
 Prints one JSON line per phase. Times are medians over the rounds after the first.
     mfu          FLOP per second, as a fraction of a large matrix product's FLOP per second

@@ -24,14 +24,14 @@ def main() -> None:
     rows = [r for r in read_jsonl(Path(args.metrics)) if "reward" in r]
 
     def values(*names: str) -> list[float]:
-        """Returns each step's sum of these metrics; [NaN] without steps, which passes no limit."""
+        """Returns each step's sum of these metrics. Without steps: [NaN], which fails every check."""
         return [sum(r[name] for name in names) for r in rows] or [float("nan")]
 
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
     # Reasons for two of the limits:
-    # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver, without NCCL's buffers.
-    # 0.03 nats: the mean gap is 0.026 from rounding, 0.1 or more from stale weights or a wrong temperature.
+    # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver; NCCL's buffers add to this.
+    # 0.03 nats: rounding causes a mean gap of 0.026, stale weights or a wrong temperature 0.1 or more.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

@@ -11,7 +11,7 @@ Sides:
     trl         TRL with its defaults: bf16, activations recomputed
     trl_tuned   TRL in fp32 without recomputation, its fastest setting on a CPU
 
-The sides take turns of four steps, so that a slow machine slows all sides. --trl_python is the Python of an
+The sides take turns of four steps: if the machine slows down, all suffer. --trl_python is the Python of an
 environment with TRL. The program sets --side, --seed and --out itself, for the processes that it starts.
 
 Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
@@ -160,7 +160,7 @@ def processes_of(leader: int) -> set[int]:
 
 
 def memory_mb(leader: int) -> float:
-    """Returns the peak memory of processes_of(leader) in MB: memory now, plus the drop since the peak."""
+    """Returns the peak memory of processes_of(leader) in MB."""
     total = 0
     for pid in processes_of(leader):
         folder, kb = Path(f"/proc/{pid}"), {}

@@ -44,7 +44,7 @@ class Cache:
         column = torch.arange(self.width + steps, device=like.device)
         # (capacity, 1, 1, columns) bool, false at padding
         self.allowed = (column >= padding[:, None])[:, None, None]
-        # In a prefill of T prompt tokens, their rows (T,) and columns (T,). Otherwise None.
+        # In a prefill of T tokens: the tokens' rows (T,) and columns (T,) in the cache. Otherwise None.
         self.prefill = None
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -67,7 +67,7 @@ class Cache:
 
     def compact(self, parents: Tensor) -> Tensor:
         """Make the cache consist of the rows `parents` (n,): sorted row numbers, which may repeat. Returns
-        (n,): the new row number of each. Most rows stay where they are, because copying takes time."""
+        the new row number of each parent, (n,). Most rows stay where they are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -85,9 +85,9 @@ LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute its
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules, which is faster on a CPU.
+    """Computes a decoding step with fewer operations than the model's own modules. This is faster on a CPU.
 
-    Model types outside LLAMA_LIKE run their own modules."""
+    For model types outside LLAMA_LIKE, it calls these modules."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
@@ -277,6 +277,6 @@ def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
 def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    # The end of a character that began in an earlier token is decoded as the replacement character.
+    # The end of a character split over tokens decodes to U+FFFD, so such a token may end a stop string.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

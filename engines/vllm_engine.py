@@ -44,7 +44,7 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # For some models, vLLM copies embedding and head only after FSDP has freed them, so vLLM gets clones.
+        # FSDP frees embedding and head. For some models, vLLM copies them only later, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})

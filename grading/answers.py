@@ -60,8 +60,8 @@ CHARACTERS = str.maketrans({
     **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
     "°": r"^\circ ", "€": r"\text{euros}", "£": r"\text{pounds}", "¢": r"\text{cents}",
 })
-# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` counts both. Without a group, BRACE matches
-# what `_boxes` must skip: the printed braces \{ and \}, and the line break \\ (the { of \\{ does count).
+# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
+# \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # (?>…) and *+ never try a second way to match, so the time is linear.
@@ -338,8 +338,8 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit, whether the words look like a unit). They do
-                    in 5 cm, but not in 5 nearly, so 5 nearly does not equal 5
+        quantity    (Reading of the number, words of the unit, whether a word looks like a unit). cm looks
+                    like a unit, and nearly does not. So 5 cm equals 5, and 5 nearly does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
                     1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
@@ -372,7 +372,7 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
 # `5 cm` and `5 pizzas` equal 5, because cm is in ALIASES, and pizzas looks like a noun. `5 nearly`
-# does not. After a number up to 1 (`1 pizza`), nouns are words that match ONE; after others, MANY (plurals).
+# does not. Nouns match MANY (plurals). But after a number up to 1 (`1 pizza`), nouns match ONE.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -393,7 +393,7 @@ NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio 
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(r"(?!not)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # a problem may ask for m+n
+TOTAL = re.compile(r"(?!not)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
@@ -437,8 +437,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
-    r"""Returns the Reading of parts with `;` or else `,` between them, or of 1\pm2. None for any other text.
-    "x=1; x=2" gives a Reading of the kind "named", and "x<1; x>2" one of the kind "intervals"."""
+    r"""Returns the Reading of parts separated by `;`, or by `,` if there is no `;`. 1\pm2 has the parts 1+2
+    and 1-2. None for any other text. "x=1; x=2" gives the kind "named", "x<1; x>2" the kind "intervals"."""
     parts, found = _split(text, "group")
     if not found:
         parts, found = _split(text, "list")
@@ -582,8 +582,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of three kinds of text: with words in quotes (`normalise` adds the quotes), such as
-    5 "m"; one letter except e and i; capitals such as AB. None for any other text."""
+    """Returns the Reading of a text that has words in quotes, such as 5 "m" (`normalise` adds the quotes), or
+    is one letter except e and i, or is capitals such as AB. None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -659,12 +659,11 @@ def _number(text):
 #     power or factorial          if the gold answer has one: 2^3x does not equal 8x. Also in an equation with
 #       of a number               powers: x^2+y^2=5^2 equals x^2+y^2=25
 #     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
-#     an operation of OPERATIONS  if the gold answer has one of the same line: \sin60^\circ does not equal
-#                                 \frac{\sqrt3}{2}. No more roots and logarithms than the gold answer has:
-#                                 \ln12-\ln4 does not equal \ln3
+#     an operation of OPERATIONS  if the gold answer matches the same pattern at least as often: \sin60^\circ
+#                                 does not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
 #
-# If the gold answer has a variable, the last two lines of OPERATIONS do not apply. A pattern that ends with
-# .* counts several operations as one.
+# If the gold answer has a variable, the last two patterns of OPERATIONS do not apply. A pattern that ends
+# with .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
@@ -801,8 +800,8 @@ def _all(verdicts):
 
 
 def _same_quantity(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, and its
-    words do not look like a unit (`free` is False), the answer is wrong."""
+    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, a
+    word of this unit must look like a unit (`free`): 5 cm equals 5, but 5 nearly does not."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
@@ -822,8 +821,7 @@ def _same_number(answer, gold, prove):
 
 
 def _same_tuple(answer, gold, prove):
-    """Returns whether two tuples have the same form and the same parts in the same order. None if no part
-    is known to differ, but some parts are not known to be equal."""
+    """Returns whether two tuples have the same form and the same parts in the same order; None if unknown."""
     (kind, a), (needed, b) = answer, gold
     # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
@@ -911,7 +909,7 @@ def _calculations(text):
     from sympy import Add, Expr, I, Mul, denom, flatten, numer
 
     # Ratios of integers are searched in the text, because the parser turns \frac{84}{2} into 42.
-    ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} is \frac{30}{3}
+    ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} -> \frac{30}{3}
     found = _variables(text) | {
         "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", ratios)
         if not _number(match[0])}
@@ -925,7 +923,7 @@ def _calculations(text):
             found.add("power")  # also a factorial
         numbers = [f for f in flatten([node], cls=Mul) if not (f.is_Pow and f.base == 10) and (
             f.is_rational or f.is_number and f.has(I) and f != I)]
-        # 3\pi/2 has one numerator and one denominator other than 1 and -1
+        # For 3\pi/2, tops is [3] and bottoms is [2], so no product is undone.
         tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
         if len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
             found.add("product")

@@ -45,7 +45,7 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# Data converted from CSV may have lists and objects as text. Rows that match one of these are refused.
+# Data converted from CSV may have a list or an object as text. A row with such a text is refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -128,7 +128,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # The number may be a choice's index. Then a response with the choice's text would count as wrong.
+        # An answer such as 2 may be a choice's index. A response with the choice's text would count as wrong.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -240,7 +240,7 @@ def _answer(fields, where):
     if marked and "\n" not in last.strip():
         return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):  # the gold answer is the field `solution`
-        # In TRL's format, `solution` may be the answer alone. A text of four words is a worked solution.
+        # In TRL's format, `solution` may be the answer alone: one line with fewer than 4 words.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
     return text

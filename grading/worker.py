@@ -54,13 +54,13 @@ CHUNK = 16  # maximum number of requests in a chunk
 LARGEST = 3.4028234e38  # largest float32; a pack stores rewards as float32
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
-WALL = 4  # wall-time limit of a chunk, in deadlines: a worker that sleeps uses no CPU time
+WALL = 4  # wall-time limit of a chunk, as a multiple of its CPU deadline; it ends a worker that sleeps
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
 TURN = ["problem", "text", "turn"]  # arguments of an environment
-# Runs this file as __main__: pebble pickles a function as MODULE.NAME, and `serve` takes torz's modules
-# `grading` and `configs` out of sys.modules.
+# pickle looks up a function's module in sys.modules. `serve` removes `grading` from there, so this file runs
+# as __main__.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
@@ -172,7 +172,7 @@ def _modules_beside(spec):
     Afterwards these modules are in `_modules` and not in sys.modules, because two users' files may import
     modules of the same name."""
     folder = os.path.dirname(spec)
-    before = set(sys.modules)  # taken before `update`, so that `finally` removes those modules, too
+    before = set(sys.modules)  # taken before `update`, so that `added` has the modules of `_modules`
     sys.path.insert(0, folder)
     sys.modules.update(_modules.get(folder, {}))
     try:
@@ -182,7 +182,7 @@ def _modules_beside(spec):
             sys.path.remove(folder)
         added = sys.modules.keys() - before
         if added:
-            # Compares names, because reading __file__ fails for lazy modules such as torch.classes.
+            # Finds the folder's modules by name: lazy modules such as torch.classes have no usable __file__.
             names = {file.partition(".")[0] for file in os.listdir(folder)} - before
             _modules[folder] = _take_modules(names, added)
 
@@ -194,8 +194,8 @@ def _take_modules(names, among):
 
 
 def _grade_chunk(requests, deadline):
-    """Returns a list of outcomes, (reward or Reply, reason, error message or None) for each request, and the
-    mean seconds of a request.
+    """Returns the outcomes of the requests, and the mean seconds of a request. An outcome is
+    (reward or Reply, reason, error message or None).
 
     A timeout ends this process. Then the Grader sends each request again, alone."""
     outcomes, start = [], time.monotonic()
@@ -212,7 +212,7 @@ def _grade_chunk(requests, deadline):
 
 def _message(error, spec):
     """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
-    the line number. spec: "FILE.py:FUNCTION"; for "compare" an answer, which names no file"""
+    the line number. spec: "FILE.py:FUNCTION"; in a "compare" request, the answer (then no file is found)"""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -241,10 +241,10 @@ def _init_worker():
 def user_files(spec: str) -> dict[str, str]:
     """Returns name -> hash of a user's file, and of the files that it imported from its own folder.
 
-    spec: "FILE.py:FUNCTION". FUNCTION is the name of FILE.py. The other names are paths from its folder."""
+    spec: "FILE.py:FUNCTION". The result lists FILE.py as FUNCTION, other files as paths from its folder."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # `_modules` may have an installed package such as wandb, if the folder has an entry of the same name.
+    # If the folder has an entry `wandb`, `_modules` may have the installed wandb. `startswith` leaves it out.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -252,8 +252,8 @@ def user_files(spec: str) -> dict[str, str]:
 
 
 def _import_function(spec, arguments):
-    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the names of its arguments ([] if they
-    are positional), its `seconds` and its `parallel` (see Grader; 0 and 0 if it declares no `seconds`)."""
+    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns (argument names, `seconds`,
+    `parallel`). If the arguments are positional, the names are []. Without `seconds`, both numbers are 0."""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -280,9 +280,8 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. pebble takes exit status 0 for a planned end, but a user's function may also exit
-    with 0. So a planned end has status ENDED, for which `exitcode` returns 0. It returns other statuses as
-    text, which pebble takes for a crash."""
+    """A worker process. Its exit status at a planned end is ENDED, because a user's function may exit with 0.
+    pebble takes an `exitcode` of 0 for a planned end, and all others, such as a text, for a crash."""
 
     def run(self):
         super().run()
@@ -385,15 +384,15 @@ class Grader(AbstractContextManager):
     workers     number of worker processes
     deadline    CPU seconds for one answer; its wall time may be WALL times as long
     customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. A function
-                with a parameter `problem`, `row` or `sample` gets all arguments by name.
-    compares    whether `submit` will compare answers: then the server first builds math-verify's tables
+                with a parameter `problem`, `row` or `sample` gets its arguments by name.
+    compares    whether `submit` will compare answers; if so, the server first builds math-verify's tables
     env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
                 depend only on the arguments.
     say         prints what the Grader waits for
     stop        `results` waits only while this list is empty
 
     A function that waits, for example for a network, declares two numbers, as its attributes or as globals of
-    its file: `seconds`, the deadline of a call in wall time, and `parallel`, the number of calls at once.
+    its file: `seconds`, the deadline of a call in wall time, and `parallel`, the number of parallel calls.
 
     If grading raises an error, the reward is 0 and the reason is "error"."""
 
@@ -406,7 +405,7 @@ class Grader(AbstractContextManager):
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
-        self.known = None  # user's function -> result of `_import_function`; a str: the error of an import
+        self.known = None  # {function: result of `_import_function`}, or a failed import's error message
         self.files = {}  # user's function -> its `user_files` at the first import
         self._late = 0  # number of user-function calls in a row that timed out or ended a worker
         self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
@@ -424,7 +423,7 @@ class Grader(AbstractContextManager):
             self._start()
             now = told = time.monotonic()
             end = now + self.patience
-            # `_exchange` also reads what a server wrote before it ended
+            # A server that has ended may have left output, which `_exchange(0)` reads.
             while self.known is None and now < end and (self._process.poll() is None or self._exchange(0)):
                 self._exchange(1.0)
                 now = time.monotonic()
@@ -551,7 +550,7 @@ class Grader(AbstractContextManager):
         self.close()
 
     def _start(self):
-        """End the old server, start a new server, and send the chunks without a reply again."""
+        """End the old server, start a new server, and send it all chunks that have no reply."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
         # bufsize=0: `poll` does not see bytes in a Python buffer. start_new_session: ctrl-C must not end the
@@ -579,7 +578,7 @@ class Grader(AbstractContextManager):
             self._waiting = []
 
     def _exchange(self, seconds):
-        """Write requests to the server and read its replies. Waits at most `seconds` until one is possible.
+        """Write requests to the server and read its replies. Waits at most `seconds` until a pipe is ready.
         Returns False if nothing was written or read."""
         stdin, stdout = self._process.stdin, self._process.stdout
         poll = select.poll()  # select.select() fails if the trainer has more than 1024 open files

@@ -83,7 +83,7 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Returns the texts of active alarms that were inactive in the QUIET_STEPS steps before."""
+    """Returns the texts of alarms that are active now, but not in the QUIET_STEPS steps before."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

@@ -50,8 +50,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One is long, because vLLM's prefix cache
-    stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One prompt is long enough for vLLM's
+    prefix cache, which stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]

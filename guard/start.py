@@ -78,7 +78,7 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
         dist.together(lambda: claim_folder(cfg, lock) if main else None)
         owner = dist.gather(lock.mine)[0]
         dist.together(check_shared, folder, owner)
-        # Only for its UserError, before the tokenizer is read
+        # The result is unused: an unsupported model must raise UserError before the tokenizer is read.
         dist.together(model_shapes, cfg)
     except UserError:
         lock.release()
@@ -89,8 +89,8 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
     """Make the run's folder and take its lock.
 
-    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has files that
-    this run would overwrite and no run wrote."""
+    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has a file
+    of WRITTEN that no run wrote."""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -164,9 +164,9 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Returns the config with the date that the prompts contain; "" if they contain none. The date is --date,
-    else `earlier` (from the checkpoint), else today on rank 0. A collective. Raises UserError if --date has
-    no effect."""
+    """Returns the config with `date` set to the date in the prompts, or to "" if the prompts contain no date.
+    The date is --date, else `earlier` (from the checkpoint), else today on rank 0. A collective. Raises
+    UserError if --date has no effect."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -196,7 +196,7 @@ def checkpoint_id(path: Path | None) -> str:
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
     used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    # Counted as free, because the run will delete its old checkpoints.
+    # `used` counts as free, because the run will delete its old checkpoints.
     free = shutil.disk_usage(folder).free + used
     require(free >= needed, f"only {gib(free)} free in {folder} for checkpoints and exports",
             f"{gib(needed)} there, a smaller --keep, or another --out")
@@ -266,10 +266,10 @@ GOLD_LIMIT = 0.01  # a run does not start if more than this share of them can't 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers of the problems can't be graded. name: of the problems, for the message
+    """Print how many gold answers can't be graded. name: what the message calls the problems
 
-    Raises UserError if their share is above GOLD_LIMIT, unless `refuse` is False or --go is given. Problems
-    that only the user's functions grade are not checked."""
+    Raises UserError if the share of these answers is above GOLD_LIMIT, unless `refuse` is False or --go is
+    given. Problems that only the user's functions grade are not checked."""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]
@@ -334,7 +334,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     """Print three prompts of the first step with a response each. Also print how many responses were correct,
     wrong, truncated and so on.
 
-    Raises UserError if all responses score 0 or more than half were cut by length, unless --go is given.
+    Without --go, raises UserError if all responses score 0, or if more than half were cut by length.
 
     batch: prompts of the step
     samples: this rank's responses

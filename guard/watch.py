@@ -43,7 +43,7 @@ def watch(limit: float) -> None:
         ended.set()
         thread.join(10)
 
-    # At exit, wait for the thread: killed inside the store's C++ code, the thread would abort the process.
+    # At exit, wait for the thread. If it were killed inside the store's C++ code, the process would abort.
     atexit.register(end)
 
 
@@ -61,7 +61,7 @@ def print_stacks(head: str) -> None:
     """Print `head` and the stacks of this process. Each line is one write, so that lines of several ranks do
     not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        # works even if a disk hangs, because faulthandler reads no source files
+        # faulthandler reads no source files, which may be on a disk that hangs.
         faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
@@ -71,11 +71,11 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
-    process ends with status 1 if it is still inside `grace` seconds later, or at a second ctrl-C."""
+    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). If the
+    body still runs `grace` seconds later, or at a second ctrl-C, the process ends with status 1."""
     ended = threading.Event()
 
-    # The handler takes no lock: a second signal may interrupt it, and would wait for this lock for ever.
+    # The handler takes no lock: if a second signal interrupted it, the second call would wait for the first.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:

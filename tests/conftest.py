@@ -93,7 +93,7 @@ def _rank(target, rank, world, port, file, args):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    # Forked processes share tqdm's lock, and a killed rank would keep it.
+    # Forked processes share tqdm's lock. A rank killed while holding it would block the others.
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
     sys.stdout.flush()

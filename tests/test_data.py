@@ -52,8 +52,8 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """Long samples of a prompt are spread over packs. So are short ones, if the prompts are fewer than the
-    ranks."""
+    """Long samples of a prompt are spread over packs. Short ones are too, if there are fewer
+    prompts than ranks."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 

@@ -128,7 +128,7 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind of --advantage -> (advantages, policy gradient); also "rewards" and "lengths"."""
+    """Returns value of --advantage -> (advantages, policy gradient), and also "rewards" and "lengths"."""
     become(folder)
     import ranks
 
@@ -163,8 +163,8 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind of --ratio -> (loss, its gradient by the log-probs, its gradient by the weights). Also
-    returns "pack", the inputs of the loss."""
+    """Returns value of --ratio -> (loss, d loss / d log-probs, d loss / d weights). Also returns "pack", the
+    inputs of the loss."""
     become(folder)
     from dataclasses import replace
 
@@ -240,7 +240,7 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Returns from a checkpoint the weights of the model `who`, or its optimizer's state named `suffix`."""
+    """Returns tensors of `who` from a checkpoint: the weights, or the optimizer state `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}

@@ -54,7 +54,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
-# Alarm -> (metrics that raise the alarm, maximum number of steps until then, words of the alarm's text).
+# Alarm -> (metrics that raise it, maximum number of steps until it is raised, words of its text).
 WRONG = {
     "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
@@ -121,7 +121,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A new Logger moves the rows from its first step on into *.old.jsonl."""
+    """A new Logger moves old rows of its first step and of later steps to *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -264,7 +264,7 @@ def wandb_records(file):
         size, kind = struct.unpack("<HB", data[at + 4:at + 7])
         record += data[at + 7:at + 7 + size]
         at += 7 + size
-        at += (-at % 32768) * (-at % 32768 < 7)  # skip a block's last bytes: no room for a header (7 bytes)
+        at += (-at % 32768) * (-at % 32768 < 7)  # skip a block's end if it can't hold a header (7 bytes)
         if kind in (1, 4):  # the record ends here
             yield Record.FromString(record)
             record = b""
@@ -429,7 +429,7 @@ ONLY = {
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),
     "eval/<set>/maj@<k>": dict(eval_samples=(4,))}
-# The runs of the test lack these metrics, which need a GPU, vLLM, and a sample with reward 1.
+# The test's runs lack these metrics. They need, in order, a GPU, vLLM and a sample with reward 1.
 ELSEWHERE = {"mfu", "mem/weights_gb", "response_len/right"}
 
 

@@ -24,7 +24,7 @@ from configs import UserError, check_paths, parse, tyro_errors
 from engines import vllm_engine
 from tools import report
 
-# Mistake -> (arguments of train.py, part of the error), found before the import of torch.
+# Mistakes found before torch is imported -> (arguments of train.py, part of the error).
 AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
     "flags before the preset": ("--go tiny-ppo", "no preset '' before the flags; needed: train.py PRESET"),
@@ -83,7 +83,7 @@ AT_ONCE = {
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes"),
 }
 
-# Mistake -> (more arguments of train.py, part of the error), found after the import of torch.
+# Mistakes found after torch is imported -> (more arguments of train.py, part of the error).
 ON_RANKS = {
     "layout debug": ("--layout debug", "--ranks is 8 (--layout debug), and 2 were started; needed: torchrun"),
     "layout production": ("--layout production", "--nnodes 4 --nproc-per-node 8 train.py …, or --ranks 2"),

@@ -75,7 +75,7 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # Arguments of `gradients`. Without dist.accumulate, the pairs add up their gradients after each pack.
+    # reshard and accumulate for `gradients`: every backward pass, not only the last, sums over the pairs.
     in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
@@ -84,8 +84,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP gathers a model's weights in 3 all-gathers. With reshard=False, the critic's weights are
-            # still gathered from the computation of values, so an update gathers only the policy's.
+            # FSDP gathers a model's weights in 3 all-gathers. With reshard=False, the update gathers only the
+            # policy's weights. The critic's weights stay gathered after estimate_advantages.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -110,7 +110,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """torchrun's store still has the keys of the ranks before."""
+    """After a restart, torchrun's store still has keys from before the restart."""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -164,7 +164,7 @@ def state(optimizer):
 
 
 def test_each_tensor_moves_in_one_copy():
-    """Without an optimizer, moving the model back to the host takes no copy."""
+    """to_host(model, None) copies nothing, because the weights have not changed on the device."""
     kinds = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
     def copies(move, *args) -> int:
@@ -180,7 +180,7 @@ def test_each_tensor_moves_in_one_copy():
 
 
 def test_weights_and_optimizer_state_rest_where_they_rested_before():
-    """Moves reuse host memory, because pinning is slow."""
+    """to_host reuses host memory, because pinning new memory is slow."""
     model, optimizer = stepped()
     dist.to_device(model, optimizer, "cpu")
     dist.to_host(model, optimizer)
@@ -189,7 +189,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # with Adam's step counts, which fused Adam needs on the device
+    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts too: fused Adam needs that
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
@@ -202,7 +202,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines run outside the block: some operations of engines have no deterministic algorithm."""
+    """Engines run outside dist.deterministic: some of their operations have no deterministic algorithm."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

@@ -103,8 +103,8 @@ TABLE = {
         total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number"))}
 PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # the others have 32
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
-# Preset -> ((samples a step, policy updates a step, samples an update) in its source, place in the source).
-# None: the source does not say.
+# Preset -> what its source says: ((samples per step, policy updates per step, samples per update), place in
+# the source). None: the source does not say.
 OF_ORZ = (128 * 64, 1, 128 * 64), "ORZ's playground files"
 BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
     "dapo-7b": ((512 * 16, 16, 512), "sec. 4.1"),
@@ -409,7 +409,7 @@ def gathered(samples, n):
 
 
 def test_two_models_are_compared_on_the_problems_that_both_have():
-    """A bootstrap gives nearly the same standard error."""
+    """The standard error of the mean difference is nearly that of a bootstrap."""
     rng = np.random.default_rng(3)
     hard, first = rng.random(80), {"d": [SimpleNamespace(where=i) for i in range(80)]}
     a, b = (np.clip(hard + rng.normal(0, 0.1, 80) + shift, 0, 1) for shift in (0, 0.05))

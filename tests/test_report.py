@@ -83,7 +83,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
-    """Of 48 samples in each of 30 steps, the report shows 12 of each of 5 steps."""
+    """Each of the 30 steps has 48 samples. The report shows 5 steps, with 12 samples each."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -110,7 +110,6 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
 
 
 def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
-    """Runs that differ only in the seed share a line of the text: mean ± standard error."""
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
     for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):

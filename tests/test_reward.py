@@ -61,7 +61,7 @@ def ready(grader: Grader, spec: str) -> bool:
     """Waits for the Grader's server. Returns whether the reward function `spec` ran."""
     grader.submit("ready", "0", "", True, custom=spec)
     found = grader.results()["ready"]
-    grader._size = 1  # the next request is sent at once, not together with later ones
+    grader._size = 1  # later requests are sent immediately, one by one
     return found.reason != "error"
 
 
@@ -72,7 +72,7 @@ def graded(grader: Grader) -> int:
 
 @pytest.fixture(scope="module")
 def grader():
-    """Returns a Grader for all tests of this file. Its end must leave no open file and no process."""
+    """Returns a Grader for all tests of this file. When closed, it must leave no open file and no process."""
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
@@ -140,7 +140,7 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize("name,kind", [("aime2024", "math"), ("gpqa_diamond", "choice"), ("math500", "math")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """MATH500 has too many pairs, so its answers are compared only with themselves."""
+    """MATH500 has too many answers to compare all pairs."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -340,7 +340,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A worker may not read __file__ of every imported module: torch.classes.__file__ raises an error."""
+    """A worker can't use __path__ of every imported module: torch.classes.__path__ is not iterable."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -385,7 +385,7 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
-    """The 4 calls wait for each other. `parallel` lets them run at once, `seconds` replaces the deadline."""
+    """The 4 calls wait for each other, so they need `parallel`. `seconds` replaces the deadline."""
     spec = custom("""
         parallel = 4
         def score(row, response, sample, problem):

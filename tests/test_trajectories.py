@@ -49,8 +49,8 @@ def setup(folder: str, **settings):
 
 
 def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
-    """Samples consecutive steps, step i with the weights of folders[i]. Returns two lists with one entry for
-    each step:
+    """Does one rollout for each step. Step i has the weights of folders[i]. Returns two lists with one entry
+    for each step:
 
     1. (prompt_ids of the samples on all ranks, samples of this rank)
     2. the trajectories that this rank carries to the next step, finished or not"""
@@ -125,7 +125,7 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
 
 
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
-    """Samples a step. Returns the keys (prompt_id, sample_id) that this rank requests in each call of
+    """Does one rollout. Returns the keys (prompt_id, sample_id) that this rank requests in each call of
     `generate`."""
     dist.init("cpu", "float32")
     engine, problems = setup(folder, round_len=round_len, carry=0.0)

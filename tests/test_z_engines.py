@@ -350,8 +350,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    # This sync writes the head of `other` into vLLM's packed copy of the head. Without _repack_tied_head, the
-    # next syncs do not update the packed copy.
+    # `generate` syncs the weights of `other`, also into vLLM's packed copy of the head. Without
+    # _repack_tied_head, later syncs do not update this copy.
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
@@ -377,7 +377,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The engine already has the right weights, so only the sync of halved weights shows the fault."""
+    """The engine has the right weights. So only the self-check's sync of halved weights finds the fault."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):
@@ -432,7 +432,7 @@ def test_memory_that_stays_is_measured(engine, policy):
         """Allocates a tensor while the engine is awake. Returns the tensor, and mem/residual_gb of the
         sleeping engine."""
         with engine.awake(dist.full_weights(policy), version=3):
-            memory = torch.ones(int(gib * 2**28))  # 4 bytes each
+            memory = torch.ones(int(gib * 2**28))  # 2**28 float32 are 1 GiB
         return memory, engine.ledger.metrics()["mem/residual_gb"]
 
     sleep_with(0)

@@ -172,7 +172,7 @@ new or empty.
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line (syntax: ABOUT). A flag that is not given has the
-    value of the models' training, or else its default. Raises UserError for wrong arguments."""
+    value from the models' training, or else the flag's default. Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -233,7 +233,7 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError unless --reward names exactly one grader for each row, without a weight."""
+    """Raises UserError if --reward has a weight, a reward part, or two graders for all data sets."""
     terms = terms_of(cfg)
     shared = [t for t in terms if not t.dataset]
     require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
@@ -334,7 +334,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:
-            engine = None  # before the next, because a GPU may not hold two engines
+            engine = None  # free it first: a GPU may not hold two engines
             gc.collect()
             torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key

@@ -35,13 +35,13 @@ stand_ins()
 KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
-# Every value read from the stub device is 0. The patches below replace sums and sizes.
-Meter.__init__ = lambda meter, device: new(meter)  # on the CPU, where the counts are right
+# Every value read from the stub device is 0. The patches below supply the values that the program needs.
+Meter.__init__ = lambda meter, device: new(meter)  # sums on the CPU: on the stub, all would be 0
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
 
-# On the stub, the engine's own `_wave` yields nothing, so this one yields responses of full length.
+# On the stub, TorchEngine._wave yields nothing. `wave` runs it, then yields responses of full length.
 def wave(engine, keys, requests, limits, *rest):
     sizes.update(len=len(requests[keys[0]]), limit=[max(limits.values())])
     yield from decode(engine, keys, requests, limits, *rest)
@@ -50,7 +50,7 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# The first max() in the engine's `_wave` is of the limits, the second of the prompts' lengths.
+# In TorchEngine._wave, the first max() is the largest limit, every other the longest prompt's length.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (

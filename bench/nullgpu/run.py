@@ -6,7 +6,7 @@ bench/nullgpu/trainer.py explains NULLGPU. For each algorithm, one process makes
 A second process resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO
 13 GiB.
 
-Prints one JSON line per phase of the loop. The phase "before NAME" is between the last phase and NAME.
+Prints one JSON line per phase of the loop. The phase "before NAME" is between the previous phase and NAME.
     held_gib       device memory in use at the end of the phase
     expected_gib   what held_gib should be
     peak_gib       peak of the device memory in use
@@ -107,7 +107,7 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Patches Pack.to: `known` gets the host's mask and cu_seqlens of a pack (device address -> tensor). The
+    """Makes Pack.to keep the host's mask and cu_seqlens in `known` (device address -> tensor), because the
     stub copies no values to the device."""
     import data
 

@@ -64,8 +64,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu to use the host's copy of a tensor in HOST, because the stub
-    would return zeros."""
+    """Patches Tensor.nonzero and Tensor.cpu, which would return zeros on the stub. For a tensor in HOST, they
+    read its copy on the host."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
@@ -169,7 +169,7 @@ class Phases:
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
         copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
-        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: our synchronize
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: our own wait
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
