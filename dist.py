@@ -1,7 +1,7 @@
 """All use of torch.distributed, except in ckpt.py and guard/watch.py.
 
 FSDP2 (fully_shard) shards parameters over all ranks, or over groups of --shard_ranks ranks. Gradients are
-*summed* over ranks, because each loss is already divided by a number of tokens or responses on all ranks."""
+*summed* over ranks, because each loss is already divided by all ranks' number of tokens (or responses)."""
 
 import contextlib
 import datetime
@@ -121,8 +121,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
     on a new prefix for their keys: a hash of random nonces, one from each rank.
 
-    Each rank writes a key under its prefix. If the keys of all ranks are there, all ranks have the same
-    prefix. If not, some nonces may be from before the restart, and the rank reads all nonces again."""
+    Each rank writes a key under its prefix. When a rank finds all ranks' keys under its prefix, all
+    prefixes are equal. Until then, it reads all nonces again: some may be from before the restart."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -271,8 +271,8 @@ HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, home) for each parameter, buffer and tensor of the optimizer's state. A home (HOMES)
-    is in pinned memory. Homes are kept between steps, because pinning is slow."""
+    """Returns (tensor, its host tensor in HOMES) for each parameter, buffer and tensor of the optimizer. Host
+    tensors are pinned (with CUDA). They are kept between steps, because pinning is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
@@ -411,8 +411,8 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
 def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys: index of each of `samples` among the step's samples of all ranks
-    layout[minibatch][rank][pack]: the indices of a pack's samples"""
+    keys[i]: number of samples[i]; the samples of all ranks are numbered together
+    layout[minibatch][rank][pack]: the numbers of a pack's samples"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -427,8 +427,8 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # --- the network
 
-# For each speed that measure_network returns: its text; an environment variable that makes it slow; the
-# likely cause of a slow speed if the variable is not set.
+# For each speed of measure_network: (text to print, environment variable that slows the network, likely
+# cause of a slow network if the variable is not set).
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))

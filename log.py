@@ -327,7 +327,8 @@ class Tracker:
             # The file is written before the row is sent: a crash can lose a row, never send it twice.
             self.state["next_step"] = row["step"] + 1
             self._attempt(replace_text, self.file, json.dumps(self.state))
-            self._attempt(self.send, row, samples)
+            if not self.failed:
+                self._attempt(self.send, row, samples)
 
     def close(self, run_failed: bool) -> None:
         """End the run at the service, after its uploads."""

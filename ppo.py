@@ -20,7 +20,7 @@ from torch import Tensor
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Returns (T,): the index of each token's segment, from 0 to N-1.
 
-    tokens: T. An argument, because reading cu_seqlens[-1] would make the host wait for the GPU."""
+    tokens: T. The caller passes T, because reading cu_seqlens[-1] would make the host wait for the GPU."""
     lengths = cu_seqlens.diff()
     ids = torch.arange(len(lengths), device=lengths.device)
     return torch.repeat_interleave(ids, lengths, output_size=tokens)

@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,11 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
     return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
 
 
-def of_texts(function: Callable, group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns function(the policy's text) for each response. function: one of reward.TEXT_PARTS."""
-    return [function(s.policy_text) for s in group]
-
-
 # Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
 # extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
 REWARD_PARTS = {
-    **{name: partial(of_texts, function) for name, function in TEXT_PARTS.items()},
+    **{name: lambda group, cfg, part=part: [part(s.policy_text) for s in group]
+       for name, part in TEXT_PARTS.items()},
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,

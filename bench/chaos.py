@@ -8,8 +8,8 @@ One fault strikes each run, in a random phase (dist.phase). If the run ends befo
 starts.
 
 A run is ok if all of this holds:
-- It ends by itself, after its command was typed at most 4 times, with the metrics and weights of the
-  undisturbed run.
+- It ends by itself, after at most 4 starts of its command, with the metrics and weights of the undisturbed
+  run.
 - It loses no saved step, and it reports what it could not write.
 - It prints no unexplained error.
 
@@ -43,7 +43,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # attempts to strike in the chosen phase
-TYPED = 4  # maximum number of times that a run's command is typed
+TYPED = 4  # maximum number of starts of a run's command
 HANG = 120.0  # seconds without output, after which a command counts as hung
 
 
@@ -55,7 +55,7 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py unchanged. On the struck rank, a thread runs `watch`, but not again after the fault."""
+    """Runs train.py. Before the fault, a thread of the rank to strike also runs `watch`."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -111,7 +111,7 @@ class Nodes:
                         "--out", str(out)]
         self.agents: dict[int, subprocess.Popen] = {}
         self.typed, self.hung = 0, False
-        self.expected = ""  # regex of the error with which a command must refuse to run; "": none expected
+        self.expected = ""  # regex of the error that a command must print; "": no error
         self.had = 0  # number of steps that were saved before the fault
         self.copy: Path | None = None  # a copied checkpoint that the run must not remove
         self.type()
@@ -122,7 +122,7 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. The first time, its ranks run be_a_rank, later train.py."""
+        """Starts the node's torchrun agent. Its ranks run be_a_rank; from the second command on, train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -186,7 +186,7 @@ class Nodes:
         return json.loads(file.read_text())
 
     def kill_node(self, node: int) -> None:
-        """Kills the node's agent and its ranks. Each rank has its own process group."""
+        """Kills the process groups of the node's agent and of each of its ranks."""
         agent = self.agents[node]
         if agent.poll() is None:
             os.killpg(agent.pid, signal.SIGSTOP)  # a stopped agent starts no more ranks
@@ -238,8 +238,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """The struck rank has sent itself SIGNALS. For `storm`, sends them to all other ranks, too. For `freeze`,
-    continues the frozen rank after 3 s."""
+    """`watch` has sent SIGNALS to the struck rank. For `storm`, sends the same to all other ranks. For
+    `freeze`, continues the frozen rank after 3 s."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -256,7 +256,7 @@ def send(pid: int, number: int) -> None:
 
 
 def node(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills node 1 and starts it again. Not after the last save: node 0 may end before node 1 is back."""
+    """Kills and restarts node 1. After the last save, does nothing: node 0 may end before node 1 is back."""
     if nodes.had == STEPS or not nodes.running():
         return False
     nodes.kill_node(1)
@@ -501,8 +501,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Context manager. Makes the run's folder. For a fault in DISK, it is on a small tmpfs, and is copied to
-    the disk at the end. Raises Skipped without permission to mount."""
+    """Context manager. Makes the run's folder. For a fault in DISK, the folder is on a small tmpfs, and is
+    copied to the disk at the end. Raises Skipped if it may not mount."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -526,8 +526,8 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Strikes a run, and types its command until the run is complete. Returns the result; None if the fault
-    could not strike."""
+    """Lets the fault strike, then restarts the run until it is complete. Returns the result; None if the
+    fault could not strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -550,20 +550,20 @@ def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
             "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s of each visit (stay of the run in it)
+Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s of each visit (time in the phase)
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns the visits that the fault can strike: phase -> [(number of the visit, its seconds), …]."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # end of the first save: needs a checkpoint
+    """Returns phase -> [(number of a visit, length in s), …], for the visits that the fault can strike."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # DAMAGE needs the first checkpoint
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, number of the visit, its seconds) for each run. First uses each fault and each
-    phase once."""
+    """Yields (fault, phase, number of a visit, length in s) for each run. Prefers faults and phases that no
+    run has had."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)
@@ -574,7 +574,7 @@ def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> 
 
 
 def run_once(args: argparse.Namespace, out: Path, want: Path, chosen: tuple, rng: random.Random) -> dict:
-    """Runs a training with the fault `chosen` (from `choose`). Returns the line to print."""
+    """Trains with the fault and phase `chosen` (from `choose`). Returns the row to print."""
     fault, phase, visit, seconds = chosen
     rank = rng.randrange(RANKS * args.nodes)
     row = {"fault": fault, "phase": phase, "rank": rank}

@@ -192,14 +192,14 @@ DELIMITED = re.compile(
 PAIRS = r"""
     \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
     \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
-    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne \neq \ne \bar \overline \dot
+    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge \neq \ne \bar \overline \dot
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
     or ; and , to "to" percent \% percents \% infinity \infty
     mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
-    text textbf textrm textit mbox rm bf it limits hat vec checkmark""".split()}
+    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark""".split()}
 SPELLINGS |= {name: rf"\{name} " for name in (
     "arcsin arccos arctan sin cos tan cot sec csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
@@ -210,16 +210,16 @@ TOKEN = re.compile(r"""
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | \\\\|\{:\}|<=|>=|!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
+  | \\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
   | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b)[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
-    (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
-    (r"^([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
+    (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
     (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
+    (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
     (r'"per" ?"cent"|"per cent"', r"\\%"),
     (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
     (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
@@ -230,10 +230,14 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"', r"\1\\frac{\2\\pi}{180}"),
     (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"\1"'),
-    (r'^\(?"?([A-Z])"?[).] (?=[\d\\$-])(.+)', r'\2 "choices \1"'),  # (B) 15
+    (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
     (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+    (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
+    (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
+    (r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
+     lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", ""))),  # a system of equations
     (r"(\d)\{,\}(?=\d{3})", r"\1"),
     (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
      r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
@@ -245,7 +249,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
     (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
     (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
-    (r"(?<=[\w})])\+[ckK]$", "+C"),  # constant of integration
+    (r"(?<=[\w})])\+[cK]$", "+C"),  # constant of integration
     (r"[,;]+([,;])", r"\1"),
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
@@ -260,6 +264,10 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
+    (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
+    (r"^\\\{[a-z](?:\\in[^|:]*)?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+    (r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$", r"\1,\2"),  # {2k | k in Z}
+    (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
     (r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
      r" ?[a-z](?:,[a-z])*"
      r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
@@ -267,12 +275,12 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
+    (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
     (r'_ ?"(\w+)"', r'_{"\1"}'),
     (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
     (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
     (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
     (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
-    (r"^\\\{[^|:\d]*[A-Za-z)}][|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
     (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
@@ -301,7 +309,8 @@ def normalise(text: str) -> str:
 def _token(match):
     if match["text"] is not None:
         single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
-        return match["text"] if single else LETTERS.sub(_quoted, re.sub(r"\$|\\[,;:!]", " ", match["text"]))
+        text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
+        return text if single else LETTERS.sub(_quoted, text)
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
     return SPELLINGS.get(match[0].rstrip(), match[0])
@@ -316,9 +325,9 @@ def _is_word(match):
     r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
     not, each letter is a variable, as in `xy`."""
     text, word = match.string, match[0].lower()
-    before, after = text[:match.start()][-2:], text[match.end():][:1]
+    before, after = text[:match.start()], text[match.end():][:1]
     if PLURAL.sub("", word) in ALIASES:
-        return re.fullmatch(r".?[\d })]" if len(word) > 1 else r"[\d})] ", before)
+        return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
     if word in SPELLINGS:
         return True
     glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
@@ -379,13 +388,14 @@ DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
     r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
     r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
-FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}|"[^"]*")
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}
+    |"[^"]*")
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
     (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
   | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
@@ -393,7 +403,7 @@ NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio 
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(r"(?!not)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
+TOTAL = re.compile(r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
@@ -643,6 +653,8 @@ def _number(text):
     sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
     if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
+    if ":" in text and Fraction(top, bottom).denominator < bottom:  # 2:30 is not 1:15
+        return None
     return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
 
 
@@ -656,14 +668,14 @@ def _number(text):
 #                                 of roots such as \frac{\sqrt{30}}{\sqrt3}
 #     sum of like terms           if the gold answer has one, too: 2\pi+3\pi does not equal 5\pi
 #     product of numbers          if the gold answer has one, or a power: 2\cdot2^{2023} equals 2^{2024}
-#     power or factorial          if the gold answer has one: 2^3x does not equal 8x. Also in an equation with
-#       of a number               powers: x^2+y^2=5^2 equals x^2+y^2=25
+#     power or factorial          if the gold answer has one: neither 2^3x nor (2x)^3 equals 8x or 8x^3.
+#       of a number               Also in an equation with powers: x^2+y^2=5^2 equals x^2+y^2=25
 #     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
 #     an operation of OPERATIONS  if the gold answer matches the same pattern at least as often: \sin60^\circ
 #                                 does not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
 #
-# If the gold answer has a variable, the last two patterns of OPERATIONS do not apply. A pattern that ends
-# with .* counts several operations as one.
+# If the gold answer has a variable, the answer may match the last two patterns of OPERATIONS more often than
+# the gold answer, if that matches at all. A pattern that ends with .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
@@ -673,15 +685,19 @@ OPERATIONS = [re.compile(pattern) for pattern in (
     # Logarithms. \ln\frac32 counts as two, so \ln3-\ln2 equals it. \frac{\ln3}{\ln2} counts as one.
     r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
+# A ratio of integers, also times an integer, and an integer times a fraction. The parser turns \frac{84}{2}
+# into 42, so `_calculations` searches the text for these.
+RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d)?|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]")
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
-MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])")
+MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}")
 # A matrix, or a factor times a matrix. A sum of two matrices does not match, because it is a calculation and
 # not a value.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # Matches A, A., (A), option A, and `(A) 15`, which `_letter` turns into `15 CHOICES A`. Does not match `A)`.
-LETTER = re.compile(r"(?:[\d\\$-].* CHOICES |CHOICE |OPTION )?(\()?([A-Z])(?(1)\))\.?")
+LETTER = re.compile(r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
+                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-Z]\b).+)")
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -740,10 +756,19 @@ def _same(answer, gold, prove):
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _edges(answer), _edges(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+    if kinds == {"tuple", "expression"}:  # \frac{1}{\sqrt2} equals 1:\sqrt2
+        answer, gold = map(_quotient, (answer, gold))
     if "list" in kinds:  # {5} equals 5
         a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
         return _unordered(a, b, prove)
     return _same_expression(answer, gold, prove)
+
+
+def _quotient(reading):
+    if reading.kind == "tuple" and reading.parts[0] == ":" and len(reading.parts[1]) == 2:
+        a, b = (part.text for part in reading.parts[1])
+        return Reading("expression", rf"\frac{{{a}}}{{{b}}}")
+    return reading
 
 
 def _squeeze(text):
@@ -757,9 +782,11 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False
-    some = OPERATIONS[:-2] if _variables(gold.text) else OPERATIONS
-    if any(len(o.findall(answer.text)) > len(o.findall(gold.text)) for o in some):
-        return False
+    free = OPERATIONS[-2:] if _variables(gold.text) else ()
+    for operation in OPERATIONS:
+        ours, theirs = (len(operation.findall(r.text)) for r in (answer, gold))
+        if ours > theirs and not (theirs and operation in free):
+            return False
     return prove(answer.text, gold.text)
 
 
@@ -857,16 +884,21 @@ def _parse(text):
     """Parses `text` with math-verify's parser. Returns a sympy object, or None if the parser can't read the
     whole text."""
     from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
     from sympy import Float, I, Rational, evaluate, sympify
 
     if MISREAD.search(text):
         return None
     text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
+    text = re.sub(r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text)  # [x] is the integer part
+    # Otherwise \gamma+1 is the gamma function, and I the imaginary unit.
+    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
-        found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None)
+        found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
+                            conversion_config=ConversionConfig(lowercase_symbols=False))
         # The parser reads i as a variable, but i is the imaginary unit. Decimals become exact fractions.
         new = {f: Rational(str(f)) for f in found.atoms(Float)}
         names = {s.name: s for s in found.free_symbols}
@@ -877,13 +909,15 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
-    """Returns whether two normalised expressions are equal. Returns False if `answer` can't be parsed, if the
-    values are too large to compute, or if `answer` has a calculation or a variable that `gold` lacks. Raises
-    ValueError if `gold` can't be parsed. math-verify may raise further errors.
+    """Returns whether two normalised expressions are equal. Two equations are equal if one is the other times
+    a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or if
+    `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't be parsed. math-verify may
+    raise further errors.
 
     tolerance: largest relative difference of two numbers if one has a decimal point; None: 1e-6. With a
-    tolerance, `answer` may have calculations and variables that `gold` lacks."""
+    tolerance, `answer` may have calculations that `gold` lacks."""
     from math_verify import verify
+    from sympy import Eq, cancel, numer, together
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
@@ -897,6 +931,9 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             a, b = left.doit(), right.doit()
             close = abs((a - b).evalf()) <= (tolerance or 1e-6) * abs(b.evalf())
             return a == b if b.is_integer else bool(close)
+        if isinstance(left, Eq) and isinstance(right, Eq):
+            a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
+            return bool(a != 0 != b and cancel(a / b).is_number)
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
@@ -904,27 +941,31 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 
 @lru_cache(4096)
 def _calculations(text):
-    """Returns one set: the kinds of calculations that the text leaves undone ("sum", "product", "power"), and
-    the text's variables. `math_equal` compares variables, because math-verify's parser reads X as x."""
-    from sympy import Add, Expr, I, Mul, denom, flatten, numer
+    """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
+    from sympy import Abs, Add, Expr, I, Mul, denom, flatten, numer
 
-    # Ratios of integers are searched in the text, because the parser turns \frac{84}{2} into 42.
     ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} -> \frac{30}{3}
-    found = _variables(text) | {
-        "product" for match in re.finditer(r"\\frac\{-?\d+\}\{-?\d+\}|(?<![\d.])\d+/\d+", ratios)
-        if not _number(match[0])}
+    found = {"product" for match in RATIO.finditer(ratios) if not _number(match[0])}
     for node in _parse(text).find(Expr):
         value = node.doit()
-        if len(Add.make_args(value)) < len(flatten([node], cls=Add)):
-            found.add("sum")  # 2x+3x: its value has fewer terms
-        plain = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
-            node.base == 10 or node.exp == -1 and node.base.is_integer)
-        if not plain and (value.is_rational or value.is_number and node.has(I)):
-            found.add("power")  # also a factorial
-        numbers = [f for f in flatten([node], cls=Mul) if not (f.is_Pow and f.base == 10) and (
-            f.is_rational or f.is_number and f.has(I) and f != I)]
-        # For 3\pi/2, tops is [3] and bottoms is [2], so no product is undone.
+        if len(Add.make_args(value)) < sum(len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)):
+            found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
+        # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
+        base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
+        numbers = [f for f in flatten([base], cls=Mul) if f.is_number and abs(f) != 1]
+        done = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
+            node.exp == -1 and node.base.is_integer)
+        if not done and (value.is_rational or any(f.is_rational or not f.is_Atom for f in numbers)
+                         or value.is_number and (node.has(I) or isinstance(node, Abs))):
+            found.add("power")  # also a factorial and |1-\sqrt2|
+        # The factors of 1/(ab) are 1/a and 1/b.
+        factors = [x for f in flatten([node], cls=Mul) for x in (
+            [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f])]
+        numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
+        bases = [base for base, exp in (f.as_base_exp() for f in factors if not f.is_rational) if exp != 1]
+        # 3\pi/2 has one numerator and one denominator other than 1 and -1. x^2/x has one base twice.
         tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
-        if len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
+        if (len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer
+                or len({*bases}) < len(bases)):
             found.add("product")
     return found

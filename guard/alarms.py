@@ -20,50 +20,58 @@ History = Sequence[Mapping[str, float]]  # one row of metrics for each training 
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
-        "entropy is {now[entropy]:.2g} nats a token ({now[first_entropy]:.2g} at the first step); the policy "
-        "stops exploring; try a lower --policy_lr, --clip_high 0.28 or a small --entropy_coef"),
+        "entropy is {now[entropy]:.2g} nats a token "
+        "(first step: {now[first_entropy]:.2g}): the policy stops exploring; try a lower "
+        "--policy_lr, --clip_high 0.28 or a small --entropy_coef"),
     "length": (
         lambda now, cfg: (now["reward"] < SOLVED and now["response_len"] < now["longest"] / 3
                           and now["reward"] <= now["reward_at_longest"]),
-        "responses have only {now[response_len]:.0f} tokens (before: up to {now[longest]:.0f}), and the "
-        "reward is no higher; try a lower --policy_lr, and read samples/"),
+        "responses have only {now[response_len]:.0f} tokens (before: up to "
+        "{now[longest]:.0f}), and the reward is no higher; try a lower "
+        "--policy_lr, and read samples/"),
     "truncated": (
         lambda now, cfg: now["truncated"] > 0.5,
-        "{now[truncated]:.0%} of the responses are cut at --max_response_len {cfg.max_response_len} and "
-        "score 0; try a larger one, or a --stop that fits the responses in samples/"),
+        "{now[truncated]:.0%} of the responses are cut at --max_response_len "
+        "{cfg.max_response_len} and score 0; try a larger one, or a --stop that "
+        "fits the responses in samples/"),
     "constant": (
         lambda now, cfg: now["always_uniform"] and cfg.samples_per_prompt > 1,
-        "since the first step all samples of a prompt have had the same reward (mean {now[reward]:g}), and "
-        "the run can't learn from it; a --reward may not depend on the response: try reward.py on samples/; "
-        "or try other --data"),
+        "since the first step all samples of a prompt have had the same reward "
+        "(mean {now[reward]:g}), and the run can't learn from it; try reward.py on "
+        "samples/: --reward may ignore the response; or try other --data"),
     "uniform": (
         lambda now, cfg: (now["reward"] < SOLVED and now["uniform_groups"] > 0.8
                           and cfg.samples_per_prompt > 1 and not now["always_uniform"]),
-        "{now[uniform_groups]:.0%} of the prompts have samples with equal scores, which teach little, at "
-        "reward {now[reward]:.2f}; try problems nearer to reward 0.5, or more --samples_per_prompt"),
+        "{now[uniform_groups]:.0%} of the prompts have samples with equal scores "
+        "and teach little (reward {now[reward]:.2f}); try problems nearer to reward "
+        "0.5, or more --samples_per_prompt"),
     "critic": (
         lambda now, cfg: (now["explained_variance"] <= 0 and now["step"] > WARM_STEPS
                           and 0.05 < now["reward"] < SOLVED),
-        "the critic explains none of the returns' variance ({now[explained_variance]:.2g}), so advantages "
-        "are noise; try a higher --critic_lr, more --critic_updates, or --freeze_policy_steps"),
+        "the critic explains none of the returns' variance "
+        "({now[explained_variance]:.2g}), so advantages are noise; try a higher "
+        "--critic_lr, more --critic_updates, or --freeze_policy_steps"),
     "clip": (
         lambda now, cfg: now["clip_share"] > 0.3,
-        "{now[clip_share]:.0%} of the tokens are clipped; the updates move the policy too far from its "
-        "samples; try a lower --policy_lr, or fewer --policy_updates (now {cfg.policy_updates})"),
+        "{now[clip_share]:.0%} of the tokens are clipped: the updates move the "
+        "policy too far from its samples; try a lower --policy_lr, or fewer "
+        "--policy_updates (now {cfg.policy_updates})"),
     "gap": (
         lambda now, cfg: now["logp_gap/mean"] > 0.1 * cfg.max_logp_gap,
-        "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token, and the run stops at "
-        "--max_logp_gap {cfg.max_logp_gap:g}; try --dtype float32; if that doesn't help, look for a bug"),
+        "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token; the run "
+        "stops at --max_logp_gap {cfg.max_logp_gap:g}; try --dtype float32; if that "
+        "doesn't help, look for a bug"),
     "grading": (
         lambda now, cfg: now["grade/error"] + now["grade/timeout"] > 0.05,
-        "{now[grade/error]:.0%} of the answers raised an error in grading and {now[grade/timeout]:.0%} took "
-        "too long, so they score 0; repair --reward, or raise --grade_deadline (now {cfg.grade_deadline:g})"),
+        "{now[grade/error]:.0%} of the answers raised an error in grading and "
+        "{now[grade/timeout]:.0%} took too long, so they score 0; repair --reward, "
+        "or raise --grade_deadline (now {cfg.grade_deadline:g})"),
     "memory": (
         lambda now, cfg: now["mem/residual_gb"] >= now["least_residual"] + 1,
-        "the sleeping engine keeps {now[mem/residual_gb]:.1f} GiB of the device ({now[least_residual]:.1f} "
-        "at its lowest), and memory will run out; a smaller --engine_share or --pack_len leaves more room; "
-        "the same command starts a fresh process from the last checkpoint; the metrics mem/* show "
-        "where memory grows"),
+        "the sleeping engine keeps {now[mem/residual_gb]:.1f} GiB of the device "
+        "({now[least_residual]:.1f} at its lowest), and memory will run out; a smaller "
+        "--engine_share or --pack_len leaves more room; if you stop the run and "
+        "repeat its command, it continues in a new process; see the metrics mem/*"),
 }
 
 

@@ -157,8 +157,8 @@ def round_to_bf16(module: torch.nn.Module) -> None:
 
 
 def compare_export(path: str, out: Path) -> dict[str, float]:
-    """Exports policy and critic to `out`, and loads the exports. Returns the largest differences of log-probs
-    and values before and after."""
+    """Exports policy and critic to `out`. Returns the largest differences of log-probs and values between the
+    models and the loaded exports."""
     tokenizer, samples = model.load_tokenizer(path), make_samples(3)
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):

@@ -53,7 +53,7 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 def meet(port: int, late: int) -> tuple[int, bool]:
     """Joins a process group, rank `late` one second after the others. Returns the sum of rank + 1 over all
-    ranks, and whether the store had "key", which each call sets at its end."""
+    ranks, and whether the store has the "key" that an earlier call set."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -73,7 +73,7 @@ def all_gradients(jobs) -> list[dict]:
 def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
     """Computes the gradients of one update of policy and critic. Returns name -> whole gradient, and:
 
-    metrics: of all ranks
+    metrics: name -> value over all ranks
     packs: number of this rank's packs
     sent: numbers of FSDP's all-gathers and all-reduces"""
     world = dist.init("cpu", "float32")

@@ -301,7 +301,7 @@ $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 5\pi ~ 5.0\pi ~~ 2\pi+3\pi ~ |3+4i|\pi ~ \sqrt{9+16}\pi ~ \frac{10\pi}{2}
 2i ~ i\cdot2 ~~ (1+i)^2 ~ \frac{2}{-i} ~ (1+i)(1+i) ~ (1-i)+(3i-1)
 2x ~ x\cdot2 ~~ \gcd(6,4)x ~ \frac{\partial}{\partial x}x^2 ~ \frac{6x}{3} ~ x+x ~ 2x\sin^2x+2x\cos^2x
-120x ~ x\cdot120 ~ 1.2\cdot10^2x ~~ 5!x ~ \binom{16}{2}x ~ 37\cdot45x-1545x ~ \max(120,5)x
+120x ~ x\cdot120 ~~ 1.2\cdot10^2x ~ 5!x ~ \binom{16}{2}x ~ 37\cdot45x-1545x ~ \max(120,5)x
 6\sqrt2 ~ \sqrt{72} ~~ |6|\sqrt2 ~ \sqrt{36\cdot2} ~ \sqrt{6^2+6^2}
 2^{2024} ~ 4^{1012} ~ 2\cdot2^{2023} ~~ 2^{2025}-2^{2024} ~ 2^{2024}+0.5 ~ 1.0000000001\cdot2^{2024}
 1665 ~ 1665\text{ such numbers} ~ 1665 people ~~ 1665\frac01 ~ 1665 M ~ 1665 onwards ~ unequal to 1665
@@ -332,6 +332,31 @@ x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
 \text{no solution} ~ There is no solution ~ There are no solutions ~~ There is one solution
 (-\infty,\infty) ~ \text{All real numbers} ~~ \text{All positive numbers}
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
+\pi(R^2-r^2) ~ \pi(R-r)(R+r) ~~ 0 ~ 2R-2r ~ \pi(r^2-R^2)
+\frac{R}{r} ~ R/r ~~ 1 ~ \frac rR ~ \frac RR
+\gamma+I ~ I+\gamma ~~ \gamma+i ~ i ~ I+1
+x^2+1=0 ~ 2x^2+2=0 ~ x^2=-1 ~~ x=x+1 ~ x^2+5=0 ~ 0=1 ~ (x^2+1)^2=0
+y^2=4x ~ x=\frac{y^2}{4} ~~ \sqrt{(x-1)^2+y^2}=x+1 ~ |y|=2\sqrt{x}
+\frac{4000\pi}{3} ~ \frac{4000}{3}\pi ~~ \frac43\pi\cdot10^3 ~ \frac43\cdot1000\pi
+\sqrt3 ~ \frac{3}{\sqrt3} ~~ \frac{12}{4\sqrt3} ~ \frac{\sqrt3^3}{3} ~ 6/(2\sqrt3)
+97+56\sqrt3 ~ 56\sqrt3+97 ~~ (2+\sqrt3)^4 ~ (7+4\sqrt3)^2
+3\pi+1 ~ 1+3\pi ~~ 5\pi-(2\pi-1) ~ 5\pi-2(\pi-\frac12)
+e^5 ~ e^{5} ~~ e^2e^3 ~ \frac{e^7}{e^2}
+6x^2 ~ x^2\cdot6 ~ 6x\cdot x ~~ \sqrt{36x^4} ~ \frac{12x^6}{2x^4} ~ (\sqrt6x)^2 ~ \frac{(6x)^2}{6}
+\sqrt2-1 ~ -1+\sqrt2 ~~ |1-\sqrt2|
+\frac{5\pi}{6} ~ \frac56\pi ~~ 150\cdot\frac{\pi}{180}
+\{k\pi\mid k\in\mathbb Z\} ~ k\pi,k\in\mathbb{Z} ~ \{k\pi:k\in\mathbb Z\} ~~ \{k\mid k\in\mathbb Z\}
+\left[\frac n2\right]+1 ~ \lfloor n/2\rfloor+1 ~~ \frac n2+1 ~ \{\frac n2\}+1
+\frac{1}{23} ~ 1/23 ~~ \frac{1}{2}3 ~ \frac123
+1:15 ~ 1 : 15 ~~ 2:30
+\textbf{(C) } 15 ~ 15 ~ C ~ (C) 15 ~~ 16 ~ D
+12\text{ cm} ~ $12$ cm ~ 12 ~~ \$12
+\angle A B C=60^\circ ~ 60^\circ ~ \angle ABC=60^\circ ~~ 30^\circ
+\begin{cases}x=1\\y=2\end{cases} ~ x=1,y=2 ~ (1,2) ~~ (2,1) ~ x=2,y=1
+A(1,2) ~ (1,2) ~ A=(1,2) ~~ (2,1) ~ B(1,2)
+1:\sqrt3 ~ \frac{1}{\sqrt3} ~ \frac{\sqrt3}{3} ~~ \sqrt3
+AC=5 ~ 5 ~ A C=5 ~~ AB=5
+2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
 """)
 
 

@@ -124,7 +124,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """Also if another process now has the process id of the killed run."""
+    """The lock is taken over even if another process now has its owner's pid."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -184,7 +184,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
-    """A gap over --max_logp_gap ends the run before the first update."""
+    """If engine and trainer differ too much, the run ends before the first update."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said
@@ -214,7 +214,7 @@ def storm(pid):
 
 
 def stormed(rounds):
-    """Handles 800 signals in each round. Returns the number of rounds with a requested stop."""
+    """Handles 800 signals in each round. Returns in how many rounds a stop was requested."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     stops = 0

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, co
 
 
 def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
-    """Joined, the slices in the files equal a resumed run's tensors. All other files are JSON."""
+    """The slices in the files, joined, equal the tensors of a resumed run. All other files are JSON."""
     path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
@@ -93,7 +93,7 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains for 6 steps. With `out`, saves after 3 and resumes. Returns warnings and states."""
+    """Trains for 6 steps. With `out`, resumes after step 3 from a checkpoint. Returns warnings and states."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "noted": {}}
 
@@ -263,7 +263,7 @@ def test_what_may_differ_on_resume():
                      steps=9, track=("wandb",)) == []
     debug = dict(layout="debug", samples_per_prompt=2, critic_updates=1)
     assert differing(orz, prompts_per_step=16, **debug) == []
-    assert differing(orz, prompts_per_step=7, **debug) == [  # layout debug sets 16, not 7: report each change
+    assert differing(orz, prompts_per_step=7, **debug) == [  # a flag overrides the layout: all changes count
         "prompts_per_step: 128 -> 7", "samples_per_prompt: 64 -> 2", "critic_updates: 12 -> 1"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of all updates, so `steps` matters
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
@@ -430,7 +430,7 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A save replaces the folder of a crashed save, but no link and no user's files."""
+    """A save replaces an incomplete checkpoint. It fails at a complete one, a link or a user's file."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -628,7 +628,7 @@ def test_an_export_that_finds_no_space_is_one_line(disk, base):
 
 
 def busy(out, steps, disk):
-    """Saves after each of `steps` with --keep 1, and calls disk() after the first. Returns warnings."""
+    """Saves a checkpoint of each step, with --keep 1. Calls disk() after the first save. Returns warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
         saver.save(step, wait=True)
@@ -769,7 +769,7 @@ def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):
-    """The restarted run only makes the link `best`, and deletes old checkpoints and unfinished saves."""
+    """The restarted run does not train. It makes the link `best` and deletes old and unfinished saves."""
     cfg = dataclasses.replace(base, keep=1, keep_best="reward", out=str(tmp_path))
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     best = tmp_path / "ckpt" / "best"

@@ -104,7 +104,7 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
     exported, original = (json.loads(Path(path, "config.json").read_text())
                           for path in (tmp_path / "policy", folder))
     assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
-    assert exported == original  # with its dropouts, although torz trains without dropout
+    assert exported == original  # the export keeps dropout settings, which torz ignores
 
 
 def test_the_plan_counts_the_parameters(folder):

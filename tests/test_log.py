@@ -56,7 +56,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
 
 # Alarm -> (metrics that raise it, maximum number of steps until it is raised, words of its text).
 WRONG = {
-    "entropy": ({"entropy": 0.02}, 5, ["0.02", "(0.3 at the first", "--policy_lr"]),
+    "entropy": ({"entropy": 0.02}, 5, ["0.02", "(first step: 0.3)", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
     "truncated": ({"truncated": 0.9}, 5, ["%", "--max_response_len 48"]),
     "uniform": ({"uniform_groups": 0.95}, 5, ["%", "--samples_per_prompt"]),

@@ -150,7 +150,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
     assert other == asleep == memory(c)  # any engine but torch's is counted like vLLM
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
-    assert asleep["rollout"]["sleeping engine"] == 0  # awake, it is a part of --engine_share
+    assert asleep["rollout"]["sleeping engine"] == 0  # an awake engine is counted in --engine_share
     for size, tp, rows in (("7b", 1, 0), ("7b", 8, 0), ("7b", 16, 2), ("1.5b", 1, 1), ("32b", 4, 0)):
         shape = plan.KNOWN[size]
         sync = memory(case("orz-7b", "--tp", str(tp), world=32, model=size))["sync"]
@@ -188,7 +188,7 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """Or all layers, if no number leaves 8 % free."""
+    """If no number leaves 8 % free, all layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, (whole, _) in c.kept.items():
         of = peaks(c, name)
@@ -283,13 +283,13 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """A node needs 368 GiB of host memory."""
+    """With --shard_ranks 8, a node needs 368 GiB of host memory."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns the two values that --shard_ranks auto gets on 2 ranks if a run resumes from a checkpoint of 2
-    ranks, and from one of 4 ranks."""
+    """Returns what --shard_ranks auto becomes on 2 ranks that resume: from a checkpoint of 2 ranks, and from
+    one of 4."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # each rank has a machine of its own
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -302,8 +302,8 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """Only an update's last backward pass waits for the network, because it sums gradients between nodes.
-    `waits` returns these seconds: traffic between nodes + traffic within nodes - compute."""
+    """An update waits for the network only in its last backward pass, which sums gradients between nodes.
+    `waits` returns the wait in seconds: transfers between nodes + within nodes - compute."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up

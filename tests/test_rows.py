@@ -154,7 +154,7 @@ REFUSED = {
     # 1 and 3.0 could be indices of choices, but the kinds math and exact compare texts.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
-    # A list or an object is stored as text.
+    # A list or an object, written as a string.
     r'{"prompt": "[{\"role\": \"user\", \"content\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"messages": " [{\"from\": \"human\", \"value\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
     r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
@@ -453,7 +453,7 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """Otherwise a run of an earlier version could not be resumed."""
+    """So a run of an earlier version can be resumed."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [

@@ -31,7 +31,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("metric", ["kl", "solved"])
 def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
-    """Two such settings: --ref_model without a KL term, and --skip_solved while no problem is solved."""
+    """Tests --ref_model without a KL term, and --skip_solved while no problem is solved."""
     changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
     rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
     assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])

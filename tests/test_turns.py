@@ -289,7 +289,7 @@ def test_all_turns_share_the_budget(tiny, env, settings, most):
     assert max(len(s.ids) for s in samples) <= most and not errors
     assert max(s.turns for s in samples) == turns
     for s in samples:
-        # The environment's text is left out if it would leave no token for the next turn.
+        # With one token left, the environment's text (one token) is left out.
         assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
 

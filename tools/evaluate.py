@@ -1,7 +1,21 @@
-"""Evaluates models: scores with standard errors, and paired differences between models.
+"""Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
+standard errors by problem.
 
-    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--eval_samples 16] [--template chat] …
-    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …        # on 8 GPUs
+    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
+    python -m tools.evaluate Qwen/Qwen2.5-0.5B eval_sets/aime2024.json
+    torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …    # on 8 GPUs
+
+MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
+.parquet file, or a file of the Hub (OWNER/NAME:FILE). The models end at the
+first such file; if there is none, only the first path is a model. Several
+models are evaluated one after the other with the same randomness, and each is
+compared with the first.
+
+An export of torz gets the template, stop strings, temperature and lengths
+of its training, unless flags say otherwise.
+
+Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
+new or empty.
 """
 
 import functools
@@ -44,6 +58,7 @@ from grading.worker import Grader
 from guard.start import check_gold, with_date
 from guard.watch import watch
 from model import Policy, files_weights, folder_fingerprint, load_tokenizer, on_meta, resolve
+from reward import graders_of
 from rollout import (
     Scores,
     Sets,
@@ -149,30 +164,12 @@ EVAL_FLAGS = tuple("""
     write_rows
 """.split())  # the flags that an evaluation uses
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
-ABOUT = """usage: python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
-
-Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
-standard errors by problem. An example:
-
-    python -m tools.evaluate Qwen/Qwen2.5-0.5B eval_sets/aime2024.json
-
-MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
-.parquet file, or a file of the Hub (OWNER/NAME:FILE). The models end at the
-first such file; if there is none, only the first path is a model. Several
-models are evaluated one after the other with the same randomness, and each is
-compared with the first.
-
-An export of torz gets the template, stop strings, temperature and lengths
-of its training, unless flags say otherwise.
-
-Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
-new or empty.
-"""
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line (syntax: ABOUT). A flag that is not given has the
-    value from the models' training, or else the flag's default. Raises UserError for wrong arguments."""
+    """Returns a config for each model of the command line. Its syntax is at the top of this file. A flag that
+    is not given has the value from the models' training, or else the flag's default. Raises UserError for
+    wrong arguments."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -223,8 +220,8 @@ def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
 
 
 def print_help() -> None:
-    """Print ABOUT, then each flag of an evaluation with its meaning and default."""
-    print(ABOUT)
+    """Print this file's docstring, then each flag of an evaluation with its meaning and default."""
+    print(__doc__)
     default = parse(["orz-7b", "--max_model_len", "0"], kind=EvalConfig)
     for name, meaning in (meanings() | meanings(EvalConfig)).items():
         if name in EVAL_FLAGS and name != "out":
@@ -233,10 +230,10 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError if --reward has a weight, a reward part, or two graders for all data sets."""
+    """Raises UserError if --reward has a weight, a reward part, or two graders for one data set."""
     terms = terms_of(cfg)
-    shared = [t for t in terms if not t.dataset]
-    require(len(shared) < 2 and all(t.weight == 1 and (t.kind or t.custom) for t in terms),
+    require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
+                for t in terms),
             f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
             "one grader for each row, because the others have no effect in evaluation")
 
@@ -360,7 +357,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command; ABOUT describes it. Raises UserError for a user's mistake."""
+    """Run the command, which the top of this file describes. Raises UserError for a user's mistake."""
     cfgs = eval_configs(argv)
     cfg, folders = cfgs[0], [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)

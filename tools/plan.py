@@ -154,7 +154,7 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # Shapes of the policy, the critic and the reference. Without the third, the reference has the policy's.
+    # Shapes of policy, critic and reference. If there are only two, the reference is shaped like the policy.
     shapes: list[Shape]
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
@@ -180,7 +180,7 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         # Bytes/s that a rank sends within its node, and that a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
-        # Bytes of one rank's shards: of those that a checkpoint has, and of all models and AdamW's moments.
+        # checkpoint: bytes that a rank saves. state: bytes of its shards of all weights and AdamW's moments.
         trained = STATE_BYTES * sum(self.params.values()) / self.shards
         ref = 4 * self.ref.policy_params / self.shards
         self.checkpoint = trained + (ref if cfg.keeps_ref else 0)
@@ -188,7 +188,7 @@ class Case:
         # Number of responses that one engine samples in a step.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token in a rank's KV cache, which has at least one key head and one value head.
+        # Bytes of one token in a rank's KV cache. A rank has one key head if --tp is larger than kv_heads.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
@@ -223,8 +223,8 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. For each `reshard`, try None, 0, 1, … as `recompute`. Take the first with which the share HEADROOM of
-       the device's memory stays free.
+    1. For each `reshard`, try None, 0, 1, … as `recompute`. Take the first value that leaves the share
+       HEADROOM of the device's memory free.
     2. Of these choices, return the first that is at most 1 % slower than the fastest. If none fits, return
        the choice that needs the least memory: recompute all layers, keep no gathered weights."""
     cfg, layers = case.cfg, case.models[name].layers
@@ -251,12 +251,12 @@ def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers keep for the backward pass
-    2. the activations that the backward pass recomputes for the last layer
+    2. the recomputed activations of the last layer, where the backward pass begins
 
     whole: Kept.recompute"""
     d, b = shape.hidden, case.number
-    # The inputs of norms, matrix products, attention and the gate. Attention's output is counted twice: with
-    # and without the copies of shared tokens (model.Segments).
+    # The inputs of norms, matrix products, attention and the gate. Attention's output counts twice:
+    # in slots (model.Segments), and as the input of the next product.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
     # The layer's input, the results of seven matrix products and of attention, and attention's logsumexps.
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
@@ -306,10 +306,10 @@ def _update_instants(case, name, kept):
         # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the compute dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of a layer. Gradients: the head's, and those of the layer done before, in fp32.
+        # 2. Backward pass of layer i. Gradients: the head's, and layer i + 1's in fp32.
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of this backward pass. Gradients: as in instant 2, this layer's, and an fp32 copy of these.
+        # 3. End of layer i's backward pass. Gradients: as in 2, and layer i's in the compute dtype and fp32.
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
         # 4. End of the whole backward pass. Gradients: the root's, their fp32 copy, one layer's in fp32.
@@ -347,7 +347,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time, and has a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
-    own_part = 1 / case.shards if case.shards > 1 else 0  # a rank copies its own shard before it is sent
+    own_part = 1 / case.shards if case.shards > 1 else 0  # FSDP copies a rank's shard for an all-gather
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
     # VLLMEngine.load copies embedding and head. vLLM keeps the copies until the end of the sync if the two
     # are tied, or if it pads the vocabulary to a multiple of 64 * tp.
@@ -355,7 +355,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # a ref of the policy's shape needs less than the policy's update
+    if case.cfg.ref_model:  # else the ref has the policy's shape and needs less than the policy's update
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -368,8 +368,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns `usage` with two more items, "total" and "CUDA and idle state". The second is the memory of
-    CUDA, NCCL, and weights and AdamW's moments that are on the device but not in `usage`."""
+    """Returns `usage` with the items "CUDA and idle state" and "total". The first is the memory of CUDA and
+    NCCL, plus the weights and AdamW's moments that are on the device but not in `usage`."""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -399,7 +399,7 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory. "machine" is for all ranks of a machine, the others for one."""
+    """Returns item -> bytes of host memory: "machine" for all ranks of a machine, the others for one rank."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -408,8 +408,8 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns item -> bytes on the disk: of one checkpoint, of the bf16 exports, and of the exports with all
-    checkpoints. policy, critic: numbers of parameters"""
+    """Returns item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all checkpoints
+    with the exports. policy, critic: numbers of parameters"""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
@@ -457,7 +457,7 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 
 
 def _collectives(case, name, kept):
-    """Returns collective (see `traffic`) -> what a rank sends: for one pack, or in an update's all-reduce."""
+    """Returns the collectives of the model `name`, in the form of `traffic`."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # over: numbers of ranks and of nodes that share one copy of the weights; groups: number of copies
     over, groups = (shards, -(-shards // case.local)), case.world // shards
@@ -553,8 +553,8 @@ def shortage(case: Case) -> str:
 
 def remedy(case: Case) -> str:
     """Returns flags that make the case fit, as text, or else the advice to use a smaller model. The flags do
-    not change the algorithm. Tried in this order: one flag; all of `free`, which costs only speed, and one
-    flag; the same with 2, 4, 8, … times the ranks."""
+    not change the algorithm. Tries one flag, then all of `free`, which cost only speed, then `free` and
+    one flag. Then tries the same with 2, 4, 8, … times the ranks."""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # the run uses one machine, which may have GPUs without a rank
         node = max(node, NODE)
