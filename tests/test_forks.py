@@ -71,13 +71,14 @@ MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, be
          told("    matrices = "))]
 # Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
-S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(")),
-      ("ckpt.py", NEWEST, told("    if _is_main() and not complete(out)") + NEWEST)]
+S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    folders = ")),
+      ("ckpt.py", NEWEST, told("    loaded = ") + NEWEST)]
 # Section 9: the reward has a second part.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
 ROLES = '    policy, critic, ref = Role("policy", model,'
 LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
+SUBSET = told("import random")  # section 13: random rows of a data file
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
 FOLDERS = ("", "engines", "grading", "guard", "tools")
 
@@ -320,6 +321,15 @@ def test_responses_that_repeat_themselves_end(base, tmp_path):
         assert repeats in ([], [len(ids)])
         ended += bool(repeats)
     assert ended > 5
+
+
+def test_a_subset_of_a_data_file(tmp_path, monkeypatch):
+    rows = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1500)]
+    (tmp_path / "test.json").write_text(json.dumps(rows))
+    monkeypatch.chdir(tmp_path)
+    exec(SUBSET.replace("test.parquet", "test.json"), {})
+    subset = read_jsonl(tmp_path / "subset.jsonl")
+    assert len(subset) == 1000 and all(row in rows for row in subset)
 
 
 def read_csv(folder: str, file: str) -> list:
