@@ -372,7 +372,7 @@ def test_muon(base, tmp_path):
 AWS = """#!/bin/sh
 [ "$1 $2" = "s3 sync" ] || exit 1
 from=${3#s3://my-bucket/} to=${4#s3://my-bucket/}
-cd BUCKET && mkdir -p "$to" && [ -d "$from" ] && cp -r "$from/." "$to" && rm -rf "$to/lock"
+cd BUCKET && mkdir -p "$to" && [ ! -d "$from" ] || cp -r "$from/." "$to" && rm -rf "$to/lock"
 """
 
 
