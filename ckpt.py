@@ -369,7 +369,7 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
     file."""
     # DCP would also read a .safetensors file that COMPLETE does not list, so such a file counts as changed.
-    foreign = {p.name: {} for p in folder.glob("*.safetensors")}
+    foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
         if error or found[name] != entry:
@@ -438,13 +438,12 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns name -> value of what a run reads from a model folder: config.json's settings and, for the
-    policy, the tokenizer's hash and the end tokens."""
+    """Returns name -> value of what a run reads from a model folder: config.json's settings, the tokenizer's
+    hash and the end tokens."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
-    if who == "policy":
-        facts["tokenizer"] = tokenizer_hash(tokenizer)
-        facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
+    facts["tokenizer"] = tokenizer_hash(tokenizer)
+    facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
@@ -603,7 +602,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     source = base or source_of(who, saved["config"])
     tokenizer = load_tokenizer(base or saved["config"]["model"])
     check_read(path, saved, model_facts(source, tokenizer, who),
-               f"--model with the folder that the run started from (was: {source})")
+               f"--model with the folder that the run started from (was: {source_of(who, saved['config'])})")
     fix_date(tokenizer, saved["config"]["date"])
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))

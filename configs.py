@@ -150,7 +150,7 @@ class Config:
     prompts_per_step: Count = 128  # prompts in each step
     samples_per_prompt: Count = 64  # responses to each prompt
     max_response_len: Count = 8000  # maximum tokens of a response
-    policy_lr: Positive = 1e-6  # learning rate after warm-up
+    policy_lr: Part = 1e-6  # learning rate after warm-up
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term
     ranks: Amount = 0  # number of ranks; up to 8 need no torchrun; 0: as many as torchrun started, or 1
 
@@ -204,7 +204,7 @@ class Config:
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
     # --- optimizers: AdamW with fp32 weights and state
-    critic_lr: Positive = 5e-6  # learning rate after warm-up
+    critic_lr: Part = 5e-6  # learning rate after warm-up
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
     lr_end: NotNegative = 0.0  # final learning rate, with --lr_decay linear or cosine
@@ -531,11 +531,6 @@ def changed(old: dict, new: dict) -> list[str]:
     dicts."""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
-    layouts = [(config, LAYOUTS[config["layout"]]) for config in (old, new)]
-    by_flag = [k for config, fields in layouts for k in fields.keys() - MAY_CHANGE if config[k] != fields[k]]
-    # If --layout changes, so may the fields that layouts set, unless a flag overrode one of these fields.
-    if old["layout"] != new["layout"] and not by_flag:
-        free |= LAYOUTS["debug"].keys()
     return differences(old, {k: v for k, v in new.items() if k not in free})
 
 
@@ -596,6 +591,7 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
     """Returns given_flags(argv). Raises UserError for an unknown flag, or a value after a boolean flag."""
+    words = [word.partition("=")[0] for word in argv]
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
         # `split`, because some libraries put a section's name in front: --train.micro_batch_size
@@ -603,6 +599,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
                 f"a flag that {prog} --help lists")
+        many = isinstance(getattr(kind, field, 0), tuple) and words.count(f"--{field}") > 1
+        require(not many, f"--{field} is given twice", f"all values after one --{field}, separated by spaces")
         require(not word.isalnum() or not isinstance(getattr(kind, field, 0), bool),
                 f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
     return given

@@ -314,7 +314,7 @@ def fix_date(tokenizer: Any, day: str) -> str:
     return day
 
 
-DIRECTIVES = "a A b B c d e H I j m M p S U w W x X y Y -d -m".split()  # strftime's codes, without the %
+DIRECTIVES = "a A b B c d e F D H I j m M p R S T U w W x X y Y -d -m -H -I".split()  # strftime's codes
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:

@@ -485,7 +485,8 @@ def load_config(path: str) -> PreTrainedConfig:
     family = read_json(folder / "config.json").get("model_type", "")
     require(family in FAMILIES, f"{path} has model_type {family!r}, which torz does not support "
             "(docs/models.md)", f"one of {', '.join(FAMILIES)}")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with explained(f"{folder}/config.json can't be used", "the config.json that belongs to the weights"):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
     check_settings(config, path)
     return config
 

@@ -250,9 +250,11 @@ def finish(run: Run) -> None:
     stop(run, run.cfg.steps)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
-        facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, run.saver.facts)
-        ckpt.export_hf(weights, role.model, run.tokenizer, ckpt.source_of(role.name, vars(run.cfg)),
-                       run.log.out / "export" / role.name, facts)
+        saved, source = run.saver.facts, ckpt.source_of(role.name, vars(run.cfg))
+        read = dist.together(ckpt.model_facts, source, run.tokenizer, role.name)
+        dist.together(ckpt.check_read, run.log.out, saved, read, f"the files that {source} had at the start")
+        facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, saved)
+        ckpt.export_hf(weights, role.model, run.tokenizer, source, run.log.out / "export" / role.name, facts)
 
 
 # --- starting
@@ -283,6 +285,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
+    if found:  # where the run began does not matter any more
+        cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
     # The grader is made first: its `reads_rows` tells load_data whether to keep the rows' fields.
@@ -712,11 +716,11 @@ def check_gap(meter: Meter, cfg: Config) -> None:
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
-            f"engine and trainer differ by {gap:.3g} nats a token on average (--max_logp_gap "
-            f"{cfg.max_logp_gap}); likely causes, in order: weights that didn't arrive, a stale prefix "
-            "cache, another temperature, another dtype",
-            "a fix of the cause, or a larger --max_logp_gap if the dtype is imprecise; nothing of this step "
-            "is saved")
+            f"engine and trainer differ by {gap:.3g} nats a token on average "
+            f"(--max_logp_gap {cfg.max_logp_gap}); likely causes, in order: weights "
+            "that didn't arrive, a stale prefix cache, another temperature or dtype",
+            "a fix of the cause, or a larger --max_logp_gap if the dtype is "
+            "imprecise; nothing of this step is saved")
 
 
 def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
@@ -732,16 +736,16 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
         role.optimizer.step()
     else:
         file = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
-        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, its packs are in {file}",
-                  step)
+        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, "
+                  f"its packs are in {file}", step)
     role.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", float(not finite), 1)
     if role.skipped == 3:
         saved = next((p.name for p in reversed(ckpt.complete(log.out))), "none")
-        raise UserError(f"three updates of the {role.name} in a row were not finite, the last one in step "
-                        f"{step}, and the last complete checkpoint is {saved}; needed: a look at nonfinite/, "
-                        "and --dtype float32 if numbers overflow")
+        raise UserError(f"three updates of the {role.name} in a row were not finite, the last "
+                        f"one in step {step}, and the last complete checkpoint is {saved}; "
+                        "needed: a look at nonfinite/, a smaller learning rate, or --dtype float32")
 
 
 # --- metrics

@@ -248,7 +248,7 @@ def user_files(spec: str) -> dict[str, str]:
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
-            for file in sorted(files - {*map(str, CODE)} | {path})}
+            for file in sorted(files - {*map(str, CODE)} | {path}, key=lambda file: (file != path, file))}
 
 
 def _import_function(spec, arguments):

@@ -100,6 +100,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         foreign = [] if is_run(folder) else [name for name in found if name in WRITTEN]
         require(not foreign, f"{folder} has {', '.join(foreign)}, which no run of torz wrote",
                 "another --out")
+        require("export" not in found or bool(ckpt.complete(folder)), f"{folder}/export is of a run whose "
+                "checkpoints are gone", "another --out, so that the exported models stay")
         # Otherwise the export could fail at the end of the run.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)

@@ -44,6 +44,8 @@ AT_ONCE = {
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
     "layers below 0": ("orz-7b --recompute -1", "--recompute is -1; needed: auto, none, layers, or"),
+    "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
+    "a rate without its minus": ("orz-7b --policy_lr 1e6", "--policy_lr is 1000000.0; needed: "),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
     "a critic's rate without critic": ("orz-7b-grpo --critic_lr 1e-5",
                                        "--critic_lr has no effect in this run; needed: --algo ppo"),
@@ -200,9 +202,10 @@ def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_im
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
     monkeypatch.chdir(folder)
-    common = ["tiny-ppo", "--model", tiny, "--data", *base.data, "--eval_data", *base.data, "--dtype",
-              "float32", "--go", "--out", "run"]
-    commands = [[*common, *typed.split()] for typed, _ in ON_RANKS.values()]
+    common = ["tiny-ppo", "--model", tiny, "--eval_data", *base.data, "--dtype", "float32",
+              "--go", "--out", "run"]
+    commands = [[*common, *([] if "--data" in typed else ["--data", *base.data]), *typed.split()]
+                for typed, _ in ON_RANKS.values()]
     messages = run_ranks(2, ranks.mistakes, commands)
     for (name, (_, words)), line, other in zip(ON_RANKS.items(), *messages, strict=True):
         assert line == other and words in line and "needed: " in line and "\n" not in line, (name, line)
