@@ -180,6 +180,8 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
     assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
+    shutil.rmtree(tmp_path / "ckpt")
+    assert "of a run whose checkpoints are gone; needed: another --out" in run_ranks(1, ranks.main, cfg)[0]
 
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])

@@ -344,6 +344,8 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
     assert run_ranks(1, ranks.main, cfg) == [""]
     again, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, steps=2))
     assert again["start"] == 1
+    elsewhere = dict(out=f"{tmp_path}/d", start_from="", resume=cfg.out)
+    assert run_ranks(1, ranks.prepared, dataclasses.replace(cfg, **elsewhere))[0]["start"] == 1
     assert equal(ref, {k.replace("ref.", "policy."): x for k, x in again.items() if k.startswith("ref.")})
     other = shutil.copytree(base.model, tmp_path / "rope") / "config.json"
     other.write_text(other.read_text().replace("10000.0", "90000.0"))
@@ -553,7 +555,8 @@ def flip(file):
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign"])
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign",
+                                  "carried-00001.json"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
     """Resume, export and `python ckpt.py verify` name the changed file."""
     out = copy_of(two_ranks, tmp_path / "run")
@@ -561,6 +564,8 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
     if name == "foreign":
         shutil.copy(folder / "shard-00000.safetensors", file)
+    elif name == "carried-00001.json":
+        file.write_text("[]")
     elif name in ("cut", "COMPLETE"):
         os.truncate(file, file.stat().st_size - 1)
     else:
@@ -682,6 +687,19 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
         assert json.loads(ours["config.json"])["architectures"] == [architecture]
         assert {k: v for k, v in ours.items() if k != "torz.json"} == {
             k: v for k, v in theirs.items() if k != "torz.json"}
+    file = tmp_path / "moved/tokenizer.json"
+    file.write_text(file.read_text().replace('"7"', '"seven"'))
+    for who in ("policy", "critic"):
+        with pytest.raises(UserError, match=f"{who}'s tokenizer: .* the run started from .was: /gone/base"):
+            ckpt.main(["export", str(out), "4", str(tmp_path / who), who, "--model", moved])
+
+
+def test_a_config_that_was_edited_during_a_run_is_not_exported(base, tmp_path):
+    folder = shutil.copytree(base.model, tmp_path / "model")
+    cfg = dataclasses.replace(base, model=str(folder), steps=1, eval_every=0, out=f"{tmp_path}/run")
+    said, = run_ranks(1, ranks.edited, cfg, folder / "config.json")
+    assert "(policy's rms_norm_eps: 1e-06 -> 0.1); needed: the files that" in said
+    assert not (tmp_path / "run/export").exists() and ckpt.complete(tmp_path / "run")
 
 
 def test_no_pickle_is_read(two_ranks, base, tmp_path):
