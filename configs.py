@@ -521,7 +521,7 @@ MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device dtype shard_ranks network deterministic recompute offload pack_len selfcheck go
+    device shard_ranks network deterministic recompute offload pack_len selfcheck go
     save_samples save_logps track ref_model reward env
 """.split())
 

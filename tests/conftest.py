@@ -48,13 +48,11 @@ def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) ->
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
-    """Returns the folder of a random model with tied weights."""
     return make_model(tmp_path_factory.mktemp("model") / "tied")
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory) -> str:
-    """Returns the folder of a random model whose head has its own weights."""
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 

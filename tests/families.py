@@ -60,7 +60,6 @@ KEPT = []  # vLLM engines that must stay alive: freeing one would destroy state 
 
 
 def make(folder: Path, name: str) -> str:
-    """Saves the model `name` of MODELS with random weights. Returns the folder."""
     tokenizer = make_tokenizer()
     # vLLM's CPU attention takes no head size below 32 (hidden_size / num_attention_heads).
     common = dict(
@@ -80,7 +79,6 @@ def make(folder: Path, name: str) -> str:
 
 
 def original(path: str) -> torch.nn.Module:
-    """Returns transformers' model of the folder `path` in fp32."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return hf.eval()
 
@@ -150,7 +148,6 @@ def compare_vllm(paths: list[str]) -> list[float]:
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:
-    """Rounds the weights to bfloat16, as an export does, so that an export changes no weight."""
     with torch.no_grad():
         for p in module.parameters():
             p.copy_(p.to(torch.bfloat16))

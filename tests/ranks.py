@@ -34,7 +34,6 @@ from rollout import load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
-    """Returns random graded samples, four per prompt."""
     g = np.random.default_rng(seed)
     out = []
     for i in range(count):
@@ -114,7 +113,6 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 
 def weights(path: str) -> dict[str, torch.Tensor]:
-    """Returns a sharded model's whole weights by name."""
     world = dist.init("cpu", "float32")
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     policy = model.load_policy(path, "cpu", shard_fn)
@@ -165,7 +163,6 @@ def resolved(name: str) -> str:
 
 
 def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
-    """Returns the sharded models' log-probs of make_samples(5)."""
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
@@ -279,7 +276,6 @@ def gap_checked(cfg, gap: float) -> str:
 
 
 def network(local: int, *planned: float) -> list[str]:
-    """Returns the lines that dist.check_network prints."""
     world, said = dist.init("cpu", "float32"), []
     dist.check_network(world, local, planned, said.append)
     dist.td.barrier()  # if a rank exits while another rank still connects, the other rank fails
@@ -376,7 +372,6 @@ def mistakes(commands: list[list[str]]) -> list[str]:
 
 
 def first_rows(cfgs):
-    """Trains each config in this process. Returns each run's metrics."""
     assert not any(main(cfg) for cfg in cfgs)
     return [read_metrics(Path(cfg.out)) for cfg in cfgs]
 

@@ -153,14 +153,12 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
 
 @pytest.fixture
 def restored(monkeypatch):
-    """Restores, after the test, the functions that the variants replaced."""
     for module, name in [*ablations.HOOKS.values(), (train, "counts"), (train, "policy_pack_loss"),
                          (train, "add_group_advantages"), (train, "rollout")]:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
 def gradient():
-    """Returns the gradient of GRPO's loss with respect to the log-probs of a pack of two segments."""
     logp = torch.tensor([-1.0, -2.0, -0.5, -1.5], requires_grad=True)
     mask, segment = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     advantages = torch.tensor([1.0, 1.0, -2.0, -2.0])

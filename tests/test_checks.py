@@ -40,7 +40,6 @@ def refused(cfg, folder, other):
 
 
 def test_two_ranks_with_folders_of_their_own_are_refused(base, tmp_path):
-    """The folder of --out is not on a disk that the hosts share."""
     (tmp_path / "own").mkdir()
     said = refused(dataclasses.replace(base, out=f"{tmp_path}/o"), tmp_path / "o", tmp_path / "own")
     assert said.startswith(f"other: on this host, {tmp_path}/o is another folder than on rank 0's host ")
@@ -186,7 +185,6 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
 
 @pytest.mark.parametrize("changes", [{}, dict(policy_updates=2)])
 def test_a_step_whose_samples_are_not_the_policys_leaves_nothing(base, tmp_path, changes):
-    """If engine and trainer differ too much, the run ends before the first update."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), save_every=1, max_logp_gap=1e-12, **changes)
     said, = run_ranks(1, ranks.main, cfg)
     assert "engine and trainer differ by" in said and "nothing of this step is saved" in said

@@ -37,7 +37,6 @@ from tools.tiny import make_tokenizer
 
 
 def same(run_, two_ranks):
-    """Returns whether `run_` equals the fixture `two_ranks` bit by bit."""
     rows, policy = run_
     _, rows_, policy_ = two_ranks
     return maths(rows) == maths(rows_) and all(torch.equal(policy[k], policy_[k]) for k in policy_)
@@ -181,7 +180,6 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tm
 
 @pytest.fixture
 def disk(request, tmp_path):
-    """Returns the folder of a small disk in memory. The parameter `disk` is its size."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", folder]
@@ -219,7 +217,6 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
 
 
 def marked(out, steps):
-    """Makes checkpoint folders with nothing but the file COMPLETE."""
     for step in steps:
         ckpt.step_folder(out, step).mkdir(parents=True)
         (ckpt.step_folder(out, step) / "COMPLETE").write_text("{}")
@@ -230,7 +227,6 @@ def marked(out, steps):
     ({1: 0.3, 2: 0.9, 3: 0.5, 4: 0.4, 5: 0.6}, [2, 4, 5], 2),
     ({999_998: 0.1, 999_999: 0.5, 1_000_000: 0.5}, [999_999, 1_000_000], 1_000_000)])
 def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
-    """--keep 2 keeps the two newest checkpoints and the best one."""
     marked(tmp_path, scores)
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
@@ -262,6 +258,7 @@ def test_what_may_differ_on_resume():
     assert differing(orz, ranks=4, engine_share=0.5, out="x", pack_len=20000, keep=7, data=("else.jsonl",),
                      steps=9, track=("wandb",)) == []
     assert differing(orz, layout="production", ranks=32) == []
+    assert differing(orz, dtype="float32") == ["dtype: auto -> float32"]
     assert differing(orz, layout="debug", samples_per_prompt=2) == ["samples_per_prompt: 64 -> 2"]
     share = dataclasses.replace(orz, warmup_updates=0.1)  # a fraction of all updates, so `steps` matters
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
@@ -270,7 +267,6 @@ def test_what_may_differ_on_resume():
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
-    """The third such update in a row ends the run."""
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
     assert "in step 0, and the last complete checkpoint is none" in ended
@@ -372,7 +368,6 @@ def tree(folder):
 
 
 def copy_of(two_ranks, out):
-    """Copies the checkpoints of `two_ranks`, and nothing else, to the folder `out`."""
     shutil.copytree(two_ranks[0] / "ckpt", out / "ckpt", symlinks=True)
     return out
 
@@ -558,7 +553,6 @@ def flip(file):
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign",
                                   "carried-00001.json"])
 def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
-    """Resume, export and `python ckpt.py verify` name the changed file."""
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)

@@ -70,7 +70,6 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
-    """The first group in --help has twelve flags."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as e:
         parse(["tiny-grpo", "--help"])

@@ -34,7 +34,6 @@ def test_partition_is_balanced_and_respects_the_cap():
 
 
 def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
-    """All ranks have equally many packs, none longer than --pack_len."""
     cfg = replace(CFG, critic_updates=4, pack_len=200)
     lengths, prompts = np.random.default_rng(0).integers(5, 100, 256), np.arange(256) // 4
     on_one_rank = None

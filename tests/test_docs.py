@@ -225,7 +225,6 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
 
 
 def test_rows_of_data_are_read():
-    """README's rows have different formats, but the same problem and answer."""
     spans = [s for s in SPANS if s.startswith('{"prompt"')]
     assert all(problem_of(json.loads(r), "docs") for r in spans)
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
@@ -305,7 +304,6 @@ def test_every_named_test_exists():
 
 
 def test_the_faults_are_those_of_chaos():
-    """docs/faults.md has a row for each fault of bench/chaos.py."""
     source = ast.parse((ROOT / "bench/chaos.py").read_text(encoding="utf-8"))
     (faults,) = [node.value.keys for node in source.body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FAULTS"]
@@ -373,7 +371,6 @@ def test_the_hours_are_the_plans():
 
 
 def test_a_flag_of_another_library_is_answered_with_ours():
-    """The FAQ's table lists flags of other libraries."""
     (table,) = tables(DOCS["docs/faq.md"], "torz")
     for ours, *cells in table[1:]:
         for name in (re.findall(r"`(\w+)`", cell)[-1] for cell in cells if "`" in cell):

@@ -132,7 +132,6 @@ def test_vllm_agrees_with_the_trainer(folder_of):
 
 
 def changed_folder(source: str, out: Path, **changes) -> str:
-    """Copies a model's folder `source` to `out` with `changes` in config.json."""
     out.mkdir()
     for file in Path(source).iterdir():
         (out / file.name).write_bytes(file.read_bytes())
@@ -226,7 +225,6 @@ def hub(tmp_path, monkeypatch):
 
 
 def put_into_cache(hub: Path, source: str) -> Path:
-    """Copies the model folder `source` into the cache as org/tiny."""
     snapshot = hub / "models--org--tiny" / "snapshots" / ("0" * 40)
     snapshot.parent.mkdir(parents=True)
     changed_folder(source, snapshot)

@@ -84,12 +84,10 @@ FOLDERS = ("", "engines", "grading", "guard", "tools")
 
 
 def sources(root: Path) -> dict[str, Path]:
-    """Returns name -> path of the program's files. Example of a name: `engines/torch_engine.py`."""
     return {p.relative_to(root).as_posix(): p for folder in FOLDERS for p in (root / folder).glob("*.py")}
 
 
 def fork(folder: Path, edits) -> str:
-    """Copies the program to `folder` and edits the copy. Returns the folder."""
     for name, file in sources(ROOT).items():
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(file, folder / name)
@@ -114,7 +112,6 @@ def test_the_documented_code_is_tested():
 
 
 def become(folder: str) -> None:
-    """Makes later imports load the program from `folder`."""
     for name in sources(ROOT):
         sys.modules.pop(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."), None)
     sys.modules.pop("ranks", None)
@@ -197,7 +194,6 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
 
 
 def test_another_ratio(tiny, tmp_path):
-    """Loss and gradient equal the SAPO paper's formulas."""
     results = run_ranks(1, losses, fork(tmp_path, SAPO), tiny, ["token", "soft"])[0]
     *tensors, mask = results["pack"]
     logp, old, advantages = (x[mask].double() for x in tensors)
@@ -216,7 +212,6 @@ def test_another_ratio(tiny, tmp_path):
 
 
 def train_with(folder: str, fields: dict) -> bool:
-    """Trains with the modules in `folder`. Returns whether all steps are done."""
     become(folder)
     import train
     from configs import Config
@@ -232,7 +227,6 @@ def train_with(folder: str, fields: dict) -> bool:
 
 
 def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes) -> list[dict]:
-    """Trains with the fork and saves every step to FOLDER/run. Returns the metrics."""
     fixed = dict(eval_data=(), eval_every=1, save_every=1, out=f"{folder}/run")
     fields = dataclasses.asdict(cfg) | fixed | changes
     assert run_ranks(world, train_with, folder, fields) == [complete] * world
@@ -241,7 +235,6 @@ def run_fork(folder: str, cfg, world: int = 1, complete: bool = True, **changes)
 
 def saved(out: Path, step: int, who: str, model: str, suffix: str = "",
           names=None) -> dict[str, torch.Tensor]:
-    """Returns tensors of `who` from a checkpoint: the weights, or the optimizer state `suffix`."""
     import torch.distributed.checkpoint as dcp
 
     shapes = {name: x.shape for name, x in load_file(f"{model}/model.safetensors").items()}
@@ -297,7 +290,6 @@ def late(response, answer, kind):
 
 
 def test_another_stop_rule(base, tmp_path):
-    """The run stops after the first step with a mean reward above 0.99."""
     folder, out = fork(tmp_path, STOP), tmp_path / "run"
     (tmp_path / "late.py").write_text(LATE)
     rows = run_fork(folder, base, complete=False, steps=9, reward=(f"{tmp_path}/late.py:late",))
@@ -351,7 +343,6 @@ def test_a_new_engine(base, tmp_path):
 
 
 def test_muon(base, tmp_path):
-    """The first update equals Muon's formula."""
     folder, out = fork(tmp_path, MUON), tmp_path / "run"
     base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, steps=2)
@@ -395,7 +386,6 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
 
 
 def test_a_second_reward_part(base, tmp_path):
-    """Each token's return is the sum of both rewards."""
     rows = run_fork(fork(tmp_path, BREVITY), base, steps=2, reward=(*base.reward, "brevity"))
     for step in (0, 1):
         samples = samples_at(tmp_path, step)
@@ -409,7 +399,6 @@ def test_a_second_reward_part(base, tmp_path):
 
 
 def test_a_part_of_the_layers(base, tmp_path):
-    """Two ranks train only the last layer."""
     edits = [(file, old, new.replace("[-4:]", "[-1:]")) for file, old, new in LAYERS]
     folder, out = fork(tmp_path, edits), tmp_path / "run"
     rows = run_fork(folder, base, world=2, steps=2)

@@ -29,7 +29,6 @@ PPO = PRESETS["tiny-ppo"]
 
 
 def healthy(steps: int = 60) -> list[dict]:
-    """Returns made-up metrics of a run that went well."""
     rows = []
     for i in range(steps):
         left = 0.6**i
@@ -43,14 +42,12 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    """Returns made-up metrics of a run that is still learning."""
     values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
 
 
 def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
-    """Returns (step, text) of every alarm that these metrics raise."""
     return [(rows[i]["step"], text) for i in range(len(rows)) for text in new_alarms(rows[:i + 1], cfg)]
 
 
@@ -111,7 +108,6 @@ def test_an_alarm_that_comes_and_goes_is_raised_once():
 
 
 def written(out, rows, start=0, cfg=PPO) -> Logger:
-    """Logs `rows` and their alarms to the folder `out`, from step `start`."""
     logger = Logger(out, cfg, True, start, {"torch": "2"}, {})
     for row in rows:
         logger.step(row["step"], {k: v for k, v in row.items() if k != "step"})
@@ -150,7 +146,6 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
-    """UTF-8 can't encode a lone surrogate."""
     written(tmp_path, []).save_samples("samples", 0, [{"prompt_id": 0, "response": "a\udc80é"}])
     assert read_jsonl(tmp_path / "samples" / "step_000000.jsonl")[0]["response"] == "a\udc80é"
 
@@ -210,7 +205,6 @@ def test_bars_are_nested_on_a_terminal_and_nothing_elsewhere(tmp_path, monkeypat
 
 
 def test_a_meter_divides_sums_by_counts_over_all_ranks():
-    """A mean of no values is left out."""
     values = [torch.logspace(-6, 1, 300), torch.logspace(-3, 2, 50), torch.zeros(0)]
     meters = [Meter() for _ in values]
     for meter, x in zip(meters, values, strict=True):
@@ -242,7 +236,6 @@ def wandb():
 
 
 def log_run(out, rows, start, samples_at=(), environment=None, killed=False):
-    """Logs `rows` with wandb from step `start`. Returns the alarms' texts."""
     os.environ |= {"WANDB_MODE": "offline", **(environment or {})}
     with Logger(out, dataclasses.replace(PPO, track=("wandb",)), True, start, {"torch": "2"}, {}) as logger:
         for row in rows:

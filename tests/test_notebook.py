@@ -49,7 +49,6 @@ def execute(base: str, steps: int) -> dict:
 
 
 def test_every_cell_runs_and_the_policy_learns(base):
-    """The cells have their own assert statements."""
     seen = run_ranks(1, execute, base, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])

@@ -113,7 +113,6 @@ def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **mor
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
-    """Returns phase -> item of memory -> largest number of bytes."""
     most = defaultdict(Counter)
     for phase, usage in plan.memory(c):
         most[phase] |= Counter(usage)
@@ -177,7 +176,6 @@ def test_the_flops_of_a_forward_pass_are_those_of_its_products():
 
 
 def peaks(c: plan.Case, name: str) -> dict:
-    """Returns, for each value of --recompute, Kept.recompute -> peak bytes of an update of model `name`."""
     modes = {None: "none"} | {n: str(n) for n in range(c.models[name].layers + 1)}
     cases = {n: dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, recompute=mode))
              for n, mode in modes.items()}

@@ -53,7 +53,6 @@ def jobs(tiny, **changes):
 
 @pytest.fixture(scope="module")
 def alone(tiny):
-    """Returns two lists of the gradients of JOBS on one rank: with large packs, and with small packs."""
     large, small = jobs(tiny, pack_len=4096), jobs(tiny, pack_len=48)
     out = run_ranks(1, all_gradients, large + small)[0]
     return out[:len(large)], out[len(large):]
@@ -129,7 +128,6 @@ def test_the_measured_network_is_printed_beside_the_plan(monkeypatch):
 
 
 def test_a_run_goes_on_without_a_node_that_is_gone(base, two_ranks, tmp_path):
-    """Of two torchrun agents, one is killed with its rank."""
     program, out = tmp_path / "program.py", tmp_path / "out"
     pickled = pickle.dumps(dataclasses.replace(base, out=str(out), save_every=1))
     program.write_text(f"import pickle, sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]}\n"
@@ -149,7 +147,6 @@ def test_a_run_goes_on_without_a_node_that_is_gone(base, two_ranks, tmp_path):
 
 
 def stepped():
-    """Returns a small model and its optimizer after one step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

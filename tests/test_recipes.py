@@ -215,7 +215,6 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    """The run takes less host memory than planned."""
     model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
@@ -253,7 +252,6 @@ class Canned:
 
 
 def graded(cfg, *problems):
-    """Returns one graded sample for each problem (gold answer, data set)."""
     found = {i: data.Problem("?", (1,), gold, dataset=name) for i, (gold, name) in enumerate(problems)}
     with rollout.make_grader(cfg) as grader:
         return rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)[0]
@@ -525,7 +523,6 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
 
 
 def test_the_command_line_has_models_then_data_then_flags():
-    """The models end at the first data file."""
     def split(text):
         cfgs = eval_configs(text.split())
         return " ".join(cfg.model for cfg in cfgs), " ".join(cfgs[0].eval_data), cfgs[0]
@@ -580,7 +577,6 @@ EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24"
 
 
 def outcome(argv) -> str:
-    """Runs an evaluation. Returns its error message, or ""."""
     try:
         main(argv)
     except (UserError, RuntimeError) as e:
@@ -655,7 +651,6 @@ def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, 
 
 
 def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkeypatch):
-    """If the second model can't be used, the first isn't evaluated."""
     monkeypatch.chdir(tmp_path)
     argv = [base.data[0], *EVAL, "--reward", *base.reward]
     settings = json.loads(Path(tiny, "config.json").read_text())

@@ -150,14 +150,12 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
 
 
 def run_of(folder, seed, rows, **changes):
-    """Writes a run's folder with `rows` and the config PPO with `changes`."""
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))
     return folder
 
 
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
-    """A run that is given twice counts once."""
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
     assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]

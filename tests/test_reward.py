@@ -33,7 +33,6 @@ def boxed(answer: str) -> str:
 
 
 def children(pid: int = 0) -> set[int]:
-    """Returns the ids of all live descendants of a process."""
     below, found = {}, set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -140,7 +139,6 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
 
 @pytest.mark.parametrize("name,kind", [("aime2024", "math"), ("gpqa_diamond", "choice"), ("math500", "math")])
 def test_gold_answers_equal_only_themselves(grader, name, kind):
-    """MATH500 has too many answers to compare all pairs."""
     golds = [row["final_answer"] for row in json.loads((ROOT / "eval_sets" / f"{name}.json").read_text())]
     for i, gold in enumerate(golds):
         grader.submit(i, boxed(gold), gold, True, kind)
@@ -240,7 +238,6 @@ def test_hostile_answers_end_within_the_deadline():
 ])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
-    """A file that ends its process does not end the trainer."""
     custom("def score(response, answer, kind): return 1")
     files = {"bad": "def score(", "two": "def score(response, answer): return 1",
              "leaves": "raise SystemExit(0)",
@@ -318,7 +315,6 @@ def score(response, answer, kind):
 
 
 def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    """One worker calls the rewards of two folders in turn."""
     specs = {}
     for n, folder in enumerate(("a", "b"), 1):
         for name, text in SIBLINGS.items():
@@ -542,7 +538,6 @@ def test_a_server_that_dies_twice_is_an_error(custom):
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
-    """The trainer submits far more than the pipe to the server holds."""
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec], compares=False) as grader:
         assert ready(grader, spec)

@@ -334,7 +334,6 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
-    """A byte order mark is not part of the prompt."""
     path, template = tmp_path / "d.jsonl", tmp_path / "t.txt"
     path.write_bytes(GOOD)
     template.write_bytes("\ufeffQ: {problem}\r\nA:".encode())
@@ -348,7 +347,6 @@ def test_a_template_file_is_text(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content }}<eos>", "plain"])
 def test_a_prompt_that_ends_in_the_end_token_is_refused(template, tiny, tmp_path):
-    """A model can't continue after the end token."""
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(GOOD)
     cfg = replace(CFG, template="chat" if "{" in template else template)
@@ -402,7 +400,6 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def gold_rows(hopeless: int, count: int) -> str:
-    """Returns `count` rows. The gold answers of the first `hopeless` rows can't be graded."""
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
     good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
@@ -419,7 +416,6 @@ def gold_check(tokenizer):
 
 
 def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_path, monkeypatch):
-    """A run with over 1 % of such answers needs --go."""
     path = tmp_path / "gold.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
     path.write_text(gold_rows(2, 150))
@@ -453,7 +449,6 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
 
 
 def test_order_and_batches_are_those_of_earlier_versions():
-    """So a run of an earlier version can be resumed."""
     cfg = replace(CFG, prompts_per_step=5)
     one = [data.Problem(str(i), (i,), str(i)) for i in range(12)]
     assert [int(p.text) for s in range(4) for p in data.batch_at(one, s, cfg)] == [
@@ -467,7 +462,6 @@ def test_order_and_batches_are_those_of_earlier_versions():
 
 
 def test_a_solved_problem_is_not_drawn_again():
-    """Random unsolved problems replace solved ones."""
     problems = [data.Problem("", (i,), "1", index=i) for i in range(30)]
     cfg, few = replace(CFG, prompts_per_step=5), dict.fromkeys(range(26), 1)
     for step, count in itertools.product(range(9), range(31)):
@@ -481,7 +475,6 @@ def test_a_solved_problem_is_not_drawn_again():
 
 
 def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
-    """Rows with different data sets or kinds of answer are different problems."""
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))

@@ -17,7 +17,6 @@ from tools import tiny
 
 
 def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
-    """The first step's samples are equal. Later rewards are nearly equal."""
     out, rows, _ = two_ranks
     others, _ = run(base, tmp_path / "d", ranks=1)
     samples = "samples/step_000000.jsonl"

@@ -79,7 +79,6 @@ def content(samples) -> list[tuple]:
 
 @pytest.fixture(scope="module")
 def folders(tiny, tmp_path_factory):
-    """Returns six model folders: the weights of six steps."""
     root = tmp_path_factory.mktemp("versions")
     return [tiny, make_model(root / "b", seed=1), make_model(root / "c", seed=2)] * 2
 
@@ -90,7 +89,6 @@ def six_steps(folders):
 
 
 def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
-    """Seven prompts are in progress, and each step returns four."""
     (steps, left), seen = six_steps, []
     for step, ((chosen, samples), rest) in enumerate(zip(steps, left, strict=True)):
         assert Counter(s.prompt_id for s in samples) == dict.fromkeys(chosen, 3) and len(chosen) == 4
@@ -139,7 +137,6 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
-    """Each prompt's samples are spread over all ranks."""
     settings = dict(round_len=30, carry=0.0)
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
@@ -181,7 +178,6 @@ def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
 
 
 def test_ranks_go_on_with_equally_many():
-    """As few trajectories as possible move to another rank."""
     rng = np.random.default_rng(0)
     for _ in range(200):
         held = [[(rank, i) for i in range(rng.integers(0, 12))] for rank in range(rng.integers(1, 7))]

@@ -59,14 +59,12 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    """Returns the path of a file with environments."""
     file = tmp_path_factory.mktemp("env") / "env.py"
     file.write_text(ENV)
     return str(file)
 
 
 def with_gaps(seed: int, count: int = 12) -> list[Sample]:
-    """Returns random samples in which tokens of the policy and of an environment alternate."""
     g, samples = np.random.default_rng(seed), []
     for i in range(count):
         prompt = tuple(g.integers(3, 90, 4).tolist())
@@ -110,7 +108,6 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
 
 
 def shares(samples: list[Sample]) -> list[Sample]:
-    """Returns the samples with `prompt_share`, as if all were in one minibatch."""
     dist.init("cpu", "float32")
     n = 1 + max(s.sample_id for s in samples)
     keys, prompts, _ = train.number_samples(samples, 1 + max(s.prompt_id for s in samples), n)
@@ -235,7 +232,6 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
 
 
 def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
-    """The environment writes the right answer. Graders must not see it."""
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
     engine, problems = setup(tiny, "")
     solved = [s for s in samples if r"\boxed{1}" in s.text]

@@ -31,7 +31,6 @@ TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
 
 @pytest.fixture(scope="session")
 def env(tmp_path_factory) -> str:
-    """Returns the --env of an environment that answers the first two turns with "="."""
     file = tmp_path_factory.mktemp("env") / "env.py"
     file.write_text("def respond(problem, text, turn): return '=' * (turn < 3) or None\n")
     return f"{file}:respond"
@@ -67,7 +66,6 @@ def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samp
 
 @pytest.fixture(scope="session")
 def engines(tiny):
-    """Returns both engines by name, the policy, and the tokenizer."""
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
@@ -98,7 +96,6 @@ def generate(engine, policy, prompts, **changes):
 
 
 def check_logprobs(samples, policy, temperature):
-    """Asserts that the engine's log-probs equal the trainer's."""
     pack = data.pack(list(samples.values()))
     with torch.no_grad():
         logp, _ = model.logprobs(policy, pack, temperature)
@@ -260,7 +257,6 @@ def test_the_torch_engine_samples_from_the_softmax():
 
 
 def grpo_run(base, out, **changes):
-    """Returns a config: two steps of GRPO in the folder `out`."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, steps=2, eval_data=(), out=str(out),
                                **changes)
 
@@ -406,7 +402,6 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
 
 
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
-    """The error lists the memory in use and the flags to change."""
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
 
