@@ -71,7 +71,7 @@ MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, be
          told("    matrices = "))]
 # Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
-S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    folders = ")),
+S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(")),
       ("ckpt.py", NEWEST, told("    loaded = ") + NEWEST)]
 # Section 9: the reward has a second part.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
