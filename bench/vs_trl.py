@@ -63,7 +63,7 @@ class Turns:
         self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
-        """Reports a step. After TURN steps, waits for the next turn."""
+        """Reports a step. After every TURN steps, waits for a line on stdin."""
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             row = {"seconds": time.monotonic() - self.start, "reward": reward}

@@ -592,8 +592,8 @@ def _read_matrix(text, depth):
 
 
 def _read_text(text, depth):
-    """Returns the Reading of a text that has words in quotes, such as 5 "m" (`normalise` adds the quotes), or
-    is one letter except e and i, or is capitals such as AB. None for any other text."""
+    """Returns the Reading of one letter (not e or i), of capitals (AB), or of a text with words in quotes
+    (5 "m"; `normalise` adds the quotes). None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
@@ -653,7 +653,7 @@ def _number(text):
     sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
     if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
-    if ":" in text and Fraction(top, bottom).denominator < bottom:  # 2:30 is not 1:15
+    if ":" in text and Fraction(top, bottom).denominator < bottom:  # may be a time: 2:30 is not 1:15
         return None
     return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
 

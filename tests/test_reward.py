@@ -552,7 +552,7 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """`held`: another child of the trainer keeps the server's stdin open."""
+    """`held`: whether another child of the trainer keeps the stdin of `grader._process` open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time

@@ -223,10 +223,10 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. For each `reshard`, try None, 0, 1, … as `recompute`. Take the first value that leaves the share
-       HEADROOM of the device's memory free.
-    2. Of these choices, return the first that is at most 1 % slower than the fastest. If none fits, return
-       the choice that needs the least memory: recompute all layers, keep no gathered weights."""
+    1. For each `reshard`, choose the first `recompute` of None, 0, 1, … with which at least HEADROOM (a
+       fraction) of the device's memory stays free.
+    2. Return the first of these pairs that is at most 1 % slower than the fastest. If no pair fits, return
+       the pair that needs the least memory: recompute all layers, keep no gathered weights."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":

@@ -71,7 +71,7 @@ def host_values() -> None:
     def known(x):
         host = HOST.get(x.data_ptr()) if x.is_cuda else None
         same = host is not None and (host.shape, host.dtype) == (x.shape, x.dtype)
-        return host if same else None  # otherwise another tensor has this address
+        return host if same else None  # not same: an earlier tensor at this address
 
     def of_host(function):
         def call(x, *args, **kwargs):
