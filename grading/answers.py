@@ -211,7 +211,7 @@ TOKEN = re.compile(r"""
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
   | \\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
-  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b)[A-Za-z]+)
+  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
 """, re.VERBOSE)
 LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
@@ -249,7 +249,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
     (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
     (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
-    (r"(?<=[\w})])\+[cK]$", "+C"),  # constant of integration
+    (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
     (r"[,;]+([,;])", r"\1"),
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
@@ -284,7 +284,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
     (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|negative|minus|half|twice|double)\b)'
+    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
+     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing)\b)'
      r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
      r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
@@ -681,13 +682,14 @@ OPERATIONS = [re.compile(pattern) for pattern in (
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
-    r"\\sqrt(?:\{\w+\}\}\{\\sqrt)?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+    r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
     # Logarithms. \ln\frac32 counts as two, so \ln3-\ln2 equals it. \frac{\ln3}{\ln2} counts as one.
     r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
 # A ratio of integers, also times an integer, and an integer times a fraction. The parser turns \frac{84}{2}
 # into 42, so `_calculations` searches the text for these.
-RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d)?|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]")
+RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d|\(\d[^-+()]*\))?"
+                   r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-")
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}")
@@ -934,6 +936,8 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         if isinstance(left, Eq) and isinstance(right, Eq):
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
             return bool(a != 0 != b and cancel(a / b).is_number)
+        if right.is_Symbol:  # verify ignores case: A_n would equal a_n
+            return left == right
         return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
@@ -962,8 +966,10 @@ def _calculations(text):
         factors = [x for f in flatten([node], cls=Mul) for x in (
             [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f])]
         numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-        bases = [base for base, exp in (f.as_base_exp() for f in factors if not f.is_rational) if exp != 1]
-        # 3\pi/2 has one numerator and one denominator other than 1 and -1. x^2/x has one base twice.
+        powers = [f.as_base_exp() for f in factors if not f.is_rational]
+        divides = -1 in (exp for _, exp in powers)
+        bases = [base for base, exp in powers if exp != 1 or divides]
+        # 3\pi/2 has one numerator and one denominator other than 1 and -1. x^2/x has the base x twice.
         tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
         if (len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer
                 or len({*bases}) < len(bases)):

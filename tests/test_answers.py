@@ -314,7 +314,7 @@ x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
 \frac{\sqrt3}{4} ~ \sqrt3/4 ~ 0.25\sqrt3 ~~ \frac12\cdot\frac{\sqrt3}{2} ~ \frac{\sqrt{15}}{4\sqrt5}\cdot1
-\frac{10\pi}{3} ~ \frac{20\pi}{6} ~ \frac{10}{3}\pi ~~ \frac23\cdot5\pi ~ \frac12\cdot\frac{20}{3}\pi
+\frac{10\pi}{3} ~ \frac{20\pi}{6} ~ \frac{10}{3}\pi ~~ \frac23\cdot5\pi ~ \frac16(20\pi)
 \sqrt{10} ~ \frac{10}{\sqrt{10}} ~~ \frac{\sqrt{30}}{\sqrt3} ~ \sqrt{30}/\sqrt3
 2\sqrt2 ~ \frac{4}{\sqrt2} ~~ \frac{4\sqrt6}{2\sqrt3} ~ \max(2\sqrt2,1) ~ \min(2\sqrt2,3)
 \log_25 ~ \ln5/\ln2 ~~ \ln2/\ln5
@@ -340,7 +340,16 @@ y^2=4x ~ x=\frac{y^2}{4} ~~ \sqrt{(x-1)^2+y^2}=x+1 ~ |y|=2\sqrt{x}
 \frac{4000\pi}{3} ~ \frac{4000}{3}\pi ~~ \frac43\pi\cdot10^3 ~ \frac43\cdot1000\pi
 \sqrt3 ~ \frac{3}{\sqrt3} ~~ \frac{12}{4\sqrt3} ~ \frac{\sqrt3^3}{3} ~ 6/(2\sqrt3)
 97+56\sqrt3 ~ 56\sqrt3+97 ~~ (2+\sqrt3)^4 ~ (7+4\sqrt3)^2
-3\pi+1 ~ 1+3\pi ~~ 5\pi-(2\pi-1) ~ 5\pi-2(\pi-\frac12)
+3\pi+1 ~ 1+3\pi ~~ 5\pi-(2\pi-1) ~ 5\pi-2(\pi-\frac12) ~ 1-(-3\pi)
+3+2\sqrt2 ~ 2\sqrt2+3 ~~ \frac{1+\sqrt2}{\sqrt2-1} ~ -(-3-2\sqrt2)
+x^{3/2} ~ x\sqrt x ~~ x^2\sqrt x
+xy=6 ~ y=\frac6x ~~ \frac{y}{2}\cdot\frac{x}{3}=2
+x^2+y^2-4x=0 ~ (x-2)^2+y^2=4 ~~ \frac{y}{x}\cdot\frac{y}{x-4}=-1
+\frac{2x+3}{6} ~ \frac16(2x+3) ~~ \frac16(3)
+7 ~ the value of $x$ is 7 ~~ the reciprocal is 7 ~ its opposite is 7 ~ lower bound: 7 ~ the false answer is 7
+a_n ~~ A_n
+mgh ~~ mgH
+a+b+c ~ c+b+a ~~ a+b+C ~ a+b+K
 e^5 ~ e^{5} ~~ e^2e^3 ~ \frac{e^7}{e^2}
 6x^2 ~ x^2\cdot6 ~ 6x\cdot x ~~ \sqrt{36x^4} ~ \frac{12x^6}{2x^4} ~ (\sqrt6x)^2 ~ \frac{(6x)^2}{6}
 \sqrt2-1 ~ -1+\sqrt2 ~~ |1-\sqrt2|
