@@ -57,8 +57,8 @@ ENDED = 222  # exit status of a worker after MAX_TASKS chunks
 WALL = 4  # wall-time limit of a chunk, as a multiple of its CPU deadline; it ends a worker that sleeps
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
-SCORE, MORE = ["response", "answer", "kind"], ["problem", "row", "sample"]  # arguments of a reward function
-TURN = ["problem", "text", "turn"]  # arguments of an environment
+SCORE = ["response", "answer", "kind", "problem", "row", "sample"]  # parameters that a reward may have
+TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 # pickle looks up a function's module in sys.modules. `serve` removes `grading` from there, so this file runs
 # as __main__.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
@@ -66,10 +66,9 @@ SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
 START = 300  # seconds that a server may need to start from a slow disk
 
 # A request to a worker:
-#     "compare", answer, gold, kind                call answers.grade
-#     "score", function, response, gold, kind      call a reward function with positional arguments
-#     "score", function, JSON                      call a reward function with keyword arguments
-#     "reply", function, problem, text, turn       call the environment; turn: from 1
+#     "compare", answer, gold, kind      call answers.grade
+#     "score", function, JSON      call a reward function. JSON: parameter -> value
+#     "reply", function, JSON      call the environment
 Request = tuple
 
 
@@ -119,7 +118,7 @@ x\ge5y=3:4
 
 # --- in a worker
 
-_functions = {}  # "FILE.py:FUNCTION" -> a function that takes the values in a Request
+_functions = {}  # "FILE.py:FUNCTION" -> the function
 _modules = {}  # folder of a user's file -> {name: module} of the modules imported from this folder
 
 
@@ -161,9 +160,9 @@ def _as_reward(value, what):
     return reward
 
 
-def _call(spec, *arguments):
+def _call(spec, values):
     with _modules_beside(spec):
-        return _functions[spec](*arguments)
+        return _functions[spec](**json.loads(values))
 
 
 @contextmanager
@@ -251,22 +250,18 @@ def user_files(spec: str) -> dict[str, str]:
             for file in sorted(files - {*map(str, CODE)} | {path}, key=lambda file: (file != path, file))}
 
 
-def _import_function(spec, arguments):
-    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns (argument names, `seconds`,
-    `parallel`). If the arguments are positional, the names are []. Without `seconds`, both numbers are 0."""
+def _import_function(spec, known):
+    """Import the user's function `spec`, "FILE.py:FUNCTION". Returns (names of its parameters, `seconds`,
+    `parallel`). Without `seconds`, both numbers are 0. known: SCORE (reward) or TURN (--env)"""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     _functions[spec] = function = module[name]
-    signature, names = inspect.signature(function), []
-    if arguments == SCORE and signature.parameters.keys() & set(MORE):
-        names = [name for name in SCORE + MORE if name in signature.parameters]
-        _functions[spec] = lambda values: function(**json.loads(values))  # called with a Request's JSON
-        signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
-    else:
-        signature.bind(*arguments)
+    signature = inspect.signature(function)
+    names = [name for name in known if name in signature.parameters] or known
+    signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds, parallel = (getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel"))
     return names, float(seconds), int(parallel or 16) if seconds else 0
 
@@ -347,7 +342,7 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
           compares: bool) -> None:
     """Run the server until stdin closes, the trainer (process `parent`) ends, or a pool of workers breaks.
 
-    functions: "FILE.py:FUNCTION" -> its arguments: SCORE (reward) or TURN (--env)
+    functions: "FILE.py:FUNCTION" -> SCORE (reward) or TURN (--env)
     compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
@@ -357,11 +352,11 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     _take_modules({"configs", "grading"}, set(sys.modules))  # so a user's file can import its own `configs`
     found, files = {}, {}
     try:
-        for spec, arguments in functions.items():
-            found[spec] = _import_function(spec, arguments)
+        for spec, known in functions.items():
+            found[spec] = _import_function(spec, known)
             files[spec] = user_files(spec)
     except (Exception, SystemExit) as error:
-        found = f"{'--env' if arguments == TURN else '--reward'} {spec} ({_message(error, spec)})"
+        found = f"{'--env' if known == TURN else '--reward'} {spec} ({_message(error, spec)})"
     os.write(replies, json.dumps([0, (found, files), 0]).encode() + b"\n")
     if isinstance(found, str):
         _die()
@@ -383,8 +378,8 @@ class Grader(AbstractContextManager):
 
     workers     number of worker processes
     deadline    CPU seconds for one answer; its wall time may be WALL times as long
-    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. A function
-                with a parameter `problem`, `row` or `sample` gets its arguments by name.
+    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. The
+                function's parameters are some of SCORE. It gets its arguments by name.
     compares    whether `submit` will compare answers; if so, the server first builds math-verify's tables
     env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
                 depend only on the arguments.
@@ -434,8 +429,8 @@ class Grader(AbstractContextManager):
                 self.close()
                 found = self.known or f"{' '.join(functions)}: its import ends the process, or does not end"
                 raise UserError(f"can't use {found}; "
-                                f"needed: {SPEC}, a function of ({', '.join(SCORE)}) or of some of "
-                                f"({', '.join(SCORE + MORE)}); --env: of ({', '.join(TURN)})")
+                                f"needed: {SPEC}, a function with parameters of these names: "
+                                f"{' '.join(SCORE)}; --env: {' '.join(TURN)}")
 
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
                extractor: str = "orz", custom: str = "", **more: Any) -> None:
@@ -451,10 +446,8 @@ class Grader(AbstractContextManager):
         if not stopped:
             self._grades[key] = Grade(0.0, "truncated", None)
         elif custom:
-            spec, values = self.customs[custom], more | dict(response=text, answer=gold, kind=kind)
-            names = self.known[spec][0]
-            by_name = json.dumps({name: values[name] for name in names})
-            self._queue(key, ("score", spec, *([by_name] if names else (text, gold, kind))), answer)
+            self._queue_call(key, "score", self.customs[custom],
+                             more | dict(response=text, answer=gold, kind=kind), answer)
         elif found := self._grade_here(answer, gold, kind):
             self._grades[key] = found
         else:
@@ -464,8 +457,8 @@ class Grader(AbstractContextManager):
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
         """Queue the call env(problem, text, turn), without waiting. `results` will have its Reply under
-        `key`, or, if the call fails, a Grade with the reason "error" or "timeout"."""
-        self._queue(key, ("reply", self.env, problem, text, turn))
+        `key`, or, if the call fails, a Grade with the reason "error" or "timeout". turn: from 1"""
+        self._queue_call(key, "reply", self.env, dict(problem=problem, text=text, turn=turn))
         self._exchange(0)
 
     def _grade_here(self, answer, gold, kind):
@@ -478,7 +471,12 @@ class Grader(AbstractContextManager):
         equal = quick_grade(answer, gold, kind)
         return None if equal is None else Grade(float(equal), reason_of(equal), answer)
 
-    def _queue(self, key, request, answer=None):
+    def _queue_call(self, key, what, spec, values, answer=None):
+        """Queue a call of a user's function. values: parameter -> value"""
+        names = self.known[spec][0]
+        self._queue(key, (what, spec, json.dumps({name: values[name] for name in names})), answer)
+
+    def _queue(self, key, request, answer):
         """Queue a request under `key`. Equal requests are sent once."""
         if self._process is None:
             self._start()

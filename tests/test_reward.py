@@ -230,7 +230,9 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/mine.py:", r"no function ''\); needed: path/to/file.py:function"),
     ("nowhere.py:score", "can't use .*No such file or directory: '/.*nowhere.py'"),
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
-    ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"), ("{dir}/two.py:score", "too many positional"),
+    ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"),
+    ("{dir}/verl.py:score", "missing a required argument: 'data_source'"),
+    ("{dir}/any.py:score", "unexpected keyword argument"),
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
     ("{dir}/leaves.py:score", r"can't use --(env|reward) /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
     ("{dir}/dies.py:score", "can't use .*its import ends the process"),
@@ -239,8 +241,8 @@ def test_hostile_answers_end_within_the_deadline():
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
     custom("def score(response, answer, kind): return 1")
-    files = {"bad": "def score(", "two": "def score(response, answer): return 1",
-             "leaves": "raise SystemExit(0)",
+    files = {"bad": "def score(", "any": "def score(*args): return 1", "leaves": "raise SystemExit(0)",
+             "verl": "def score(data_source, solution_str, ground_truth): return 1",
              "raises": "\nraise RuntimeError('at import')", "dies": "import os\nos._exit(7)",
              "names": "def score(response, row, other, one): return 1"}
     for name, text in files.items():
