@@ -447,6 +447,11 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
+def template_hash(tokenizer: Any) -> str:
+    """Returns a hash of the tokenizer's chat template."""
+    return short_hash(str(tokenizer.chat_template).encode())
+
+
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
@@ -474,7 +479,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return "; ".join([f"resumed after {saved['step']} steps from {path}",
-                      *differences(saved["noted"], facts["noted"])])
+                      *differences(saved["noted"], facts["noted"]),
+                      *differences(saved["config"], facts["config"])])
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
@@ -601,9 +607,10 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
     source = base or source_of(who, saved["config"])
     tokenizer = load_tokenizer(base or saved["config"]["model"])
-    check_read(path, saved, model_facts(source, tokenizer, who),
-               f"--model with the folder that the run started from (was: {source_of(who, saved['config'])})")
     fix_date(tokenizer, saved["config"]["date"])
+    check_read(path, saved,
+               model_facts(source, tokenizer, who) | {"chat template": template_hash(tokenizer)},
+               f"--model with the folder that the run started from (was: {source_of(who, saved['config'])})")
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}

@@ -261,7 +261,8 @@ class Config:
                 require(x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
-        require("" not in self.stop, "--stop has an empty text", "only texts that a response may end with")
+        require(not {"", r"\n"} & {*self.stop}, r"--stop has an empty text, or a backslash and an n",
+                r"texts that a response may end with; in bash, $'\n' is a line break")
         require(bool(self.reward) and bool(self.extractor), "--reward or --extractor has no value",
                 "at least one value for each")
         require(not self.system_prompt or self.template == "chat", "--system_prompt has no effect with "
@@ -416,9 +417,10 @@ def ranges() -> dict[str, Range]:
 
 # Open-R1's system prompt (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
 OPEN_R1_SYSTEM = (
-    "You are a helpful AI Assistant that provides well-reasoned and detailed responses. You first think "
-    "about the reasoning process as an internal monologue and then provide the user with the answer. "
-    "Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
+    "You are a helpful AI Assistant that provides well-reasoned and detailed "
+    "responses. You first think about the reasoning process as an internal "
+    "monologue and then provide the user with the answer. Respond in the following "
+    "format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
 # Qwen2.5-Math's system prompt.
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True,
@@ -632,7 +634,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     kind: Config or a subclass with more flags"""
     import tyro  # imported here, so that `import configs` is quick
 
-    argv = list(sys.argv[1:] if argv is None else argv)
+    # bash does not replace the ~ of --out=~/x
+    argv = [word.replace("=~/", f"={Path.home()}/") for word in (sys.argv[1:] if argv is None else argv)]
     ranks, name = os.environ.get("WORLD_SIZE"), ""
     typed = bool(argv) and not argv[0].startswith("-")
     if typed:
@@ -696,7 +699,7 @@ def check_paths(cfg: Config) -> None:
     several machines, checks nothing."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    if Path(cfg.model).exists() or not HUB_ID.fullmatch(cfg.model):
+    if Path(cfg.model).parent.is_dir() or not HUB_ID.fullmatch(cfg.model):
         model_folder(cfg.model)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if ":" not in path:

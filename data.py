@@ -36,14 +36,17 @@ from reward import kind_of
 TEMPLATES = {
     # Open-Reasoner-Zero's prompt, word for word
     "orz": (
-        "A conversation between User and Assistant. The User asks a question, and the Assistant "
-        "solves it. The Assistant first thinks about the reasoning process in the mind and then "
-        "provides the User with the answer. The reasoning process is enclosed within <think> </think>"
-        " and answer is enclosed within <answer> </answer> tags, respectively, i.e., <think> "
-        "reasoning process here </think> <answer> answer here </answer>. User: You must put your "
-        "answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
+        "A conversation between User and Assistant. The User asks a question, and the "
+        "Assistant solves it. The Assistant first thinks about the reasoning process "
+        "in the mind and then provides the User with the answer. The reasoning process "
+        "is enclosed within <think> </think> and answer is enclosed within <answer> "
+        "</answer> tags, respectively, i.e., <think> reasoning process here </think> "
+        "<answer> answer here </answer>. User: You must put your answer inside "
+        "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
         "answer will be extracted automatically by the \\boxed{} tag.\n"
-        "This is the problem:\n{problem}\nAssistant: <think>"),
+        "This is the problem:\n"
+        "{problem}\n"
+        "Assistant: <think>"),
     "plain": "{problem}<think>",
 }
 # Each seed below has one of these, so that order, minibatches and replacements get different seeds.

@@ -88,7 +88,6 @@ from guard.start import (
     check_gold,
     check_keep_best,
     check_parts,
-    check_ranks,
     check_same,
     check_vocabularies,
     checkpoint_id,
@@ -268,7 +267,7 @@ def prepare(cfg: Config) -> Run:
     watch(cfg.stall_limit)
     cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model),
                   ref_model=resolve(cfg.ref_model))
-    check_ranks(cfg, world.size)
+    plan.check_ranks(cfg, world.size)
     out, lock = preflight(cfg, world.main)
     try:
         return load(cfg, world, out, lock)
@@ -331,6 +330,10 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
     held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
     if cfg.eval_every and not held_out:
         say("nothing is evaluated; for evaluations: --eval_data FILE [FILE …]")
+    known = {p.ids for p in problems}
+    for name, part in held_out.items():
+        if same := sum(p.ids in known for p in part):
+            say(f"evaluation set {name}: {same} of {len(part)} prompts are also in --data")
     if cfg.prompts_per_step > len(problems):
         say("each step repeats problems, because --prompts_per_step is above their number")
     check_graders([problems, *held_out.values()], cfg)

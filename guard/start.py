@@ -27,7 +27,6 @@ import ckpt
 import dist
 from configs import (
     GIB,
-    NODE,
     Config,
     Say,
     UserError,
@@ -49,20 +48,6 @@ from rollout import Sets, accuracy, extractors, graders_of, terms_of
 from tools import plan
 
 # --- the machines
-
-
-def check_ranks(cfg: Config, ranks: int) -> None:
-    """Raises UserError if --layout, --tp or --shard_ranks does not fit this number of ranks."""
-    each = max(n for n in range(1, NODE + 1) if cfg.ranks % n == 0)
-    require(cfg.ranks in (0, ranks),
-            f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
-            f"torchrun --nnodes {cfg.ranks // each} --nproc-per-node {each} "
-            f"train.py …, or --ranks {ranks}")
-    require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
-            f"a multiple of {cfg.tp} ranks, or --tp 1")
-    require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
-            f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
-            "--shard_ranks auto, 0, or a divisor of the number of ranks")
 
 
 def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
@@ -151,6 +136,7 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
     first dict must be unchanged. Changes in the second dict are printed."""
     files, config = grader.files, vars(cfg)
     read = {"problems (--data, --template, --reward)": fingerprint(problems), "--env": files.get(grader.env),
+            "chat template": ckpt.template_hash(tokenizer),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):

@@ -505,14 +505,16 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         assert words in found
     monkeypatch.setitem(ckpt.VERSIONS, "code", "edited")
     monkeypatch.setitem(ckpt.VERSIONS, "math-verify", "0.1")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(
         base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight",
         eval_data=(f"{tmp_path}/train.jsonl",)))
     assert equal(found, restore(1, base, two_ranks[0])[0])
+    output = capfd.readouterr().out
     assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
                      "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}; "
-                     "files of --model: [0-9a-f]{8} -> ", capfd.readouterr().out)
+                     "files of --model: [0-9a-f]{8} -> .*; model: .*one weight; .*out: ", output)
+    assert "evaluation set train: 1 of 1 prompts are also in --data\n" in output
 
 
 def in_zones(zones, main, *args):
@@ -537,6 +539,10 @@ def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_pat
     for path in (tmp_path / "hf", tmp_path / "run/export/policy"):
         served = load_tokenizer(str(path))
         assert served.decode(asked(served, "1+1=")) == text
+    edited = shutil.copytree(folder, tmp_path / "edited") / "chat_template.jinja"
+    edited.write_text(edited.read_text() + "!")
+    with pytest.raises(UserError, match="another config .chat template: .*; needed: --model with the folder"):
+        ckpt.main(["export", f"{cfg.out}", "last", f"{tmp_path}/none", "--model", f"{tmp_path}/edited"])
     for other, model, words in (("2024-02-29", "model", f"{day} -> 2024-02-29"),
                                 ("2024-02-30", "model", "--date is 2024-02-30 ("),
                                 ("2024-02-29", "hf", "--date has no effect")):

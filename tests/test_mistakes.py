@@ -59,7 +59,10 @@ AT_ONCE = {
     "a ratio with PPO": ("tiny-ppo --ratio token", "--algo grpo"),
     "groups of one": ("reinforce++-7b --drop_uniform", "does not compare"),
     "resampled groups of one": ("reinforce++-7b --resample_rounds 2", "does not compare"),
-    "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text; needed: "),
+    "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
+    "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),
+    "a home folder after =": ("tiny-ppo --model=~/none", f"no model folder '{Path.home()}/none'; needed: "),
+    "a model that is not there": ("tiny-ppo --model cut/none", "no model folder 'cut/none'; needed: "),
     "log-probs of no samples": ("tiny-ppo --save_samples none --save_logps", "--save_logps has no effect"),
     "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "1 values for 2 files"),
     "samples for other files": ("orz-7b --eval_data a b c --eval_samples 1 2", "2 values for 3 files"),
@@ -105,10 +108,6 @@ ON_RANKS = {
     "a folder without a model": ("--model nothing", "config.json"),
     "a download that ended early": ("--model half", "half/config.json can't be read ("),
     "no data": ("--data", "data"),
-    "an empty data file": ("--data empty.jsonl", "empty.jsonl"),
-    "rows without answers": ("--data unanswered.jsonl",
-                             "unanswered.jsonl row 1 has no answer (found: prompt); needed: a row like"),
-    "a row that is no JSON": ("--data broken.jsonl", "broken.jsonl row 2 can't be read"),
     "prompts that are too long": ("--max_prompt_len 2", "longer than --max_prompt_len 2"),
     "a pack that is too small": ("--pack_len 30", "--pack_len 30 is smaller than a prompt plus its response"),
     "too long for the model": ("--max_response_len 600 --pack_len 4096",
@@ -117,11 +116,6 @@ ON_RANKS = {
     "a template's name": ("--template qwen", "no template 'qwen'; needed: --template orz, plain, chat"),
     "no chat template": ("--template chat", "this tokenizer has no chat template; needed: "),
     "no reward and no teacher": ("--reward math=0", "a weight in --reward is 0; needed: "),
-    "a reward's name": ("--reward maths", "maths"),
-    "no reward file": ("--reward none.py:score", "none.py"),
-    "no reward function": ("--reward reward.py:nothing", "no function 'nothing'"),
-    "a reward file with an error": ("--reward wrong.py:score", "wrong.py"),
-    "an extractor's name": ("--extractor box", "box"),
     "rows of IFEval": ("--data ifeval.jsonl", "ifeval"),
     "gold answers that can't be read": ("--data unreadable.jsonl --no-go", "gold answers can't be graded"),
     "a checkpoint's path": ("--resume runs/none", "runs/none is no complete checkpoint; needed: "),
@@ -129,7 +123,6 @@ ON_RANKS = {
     "a folder that is in use": ("--resume never --out full", "is not empty, and --resume is never; needed: "),
     "somebody else's folder": ("--out full", "has config.json, which no run of torz wrote; needed: "),
     "a folder that nobody can make": ("--out /dev/null/run", "can't write to /dev/null/run"),
-    "a metric's name": ("--keep_best accuracy", "no metric 'accuracy'"),
     "a disk that is too small": ("--keep 1000000000", "free in"),
     "memory that is too small": ("--max_num_seqs 1000000 --max_response_len 500000 --pack_len 600000 "
                                  "--samples_per_prompt 4000", "needed: --max_num_seqs"),
@@ -141,11 +134,9 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the files and models of AT_ONCE and ON_RANKS."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "rows.gz": "", "empty.jsonl": "", "unanswered.jsonl": '{"prompt": "1+2="}\n',
-             "broken.jsonl": row + "{'prompt': '1+2='}\n",
-             "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n', "bare.txt": "Solve this.",
-             "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n',
-             "reward.py": "def score(text, answer, kind):\n    return 1.0\n", "wrong.py": "def score(:\n"}
+    files = {"rows.jsonl": row, "rows.gz": "", "bare.txt": "Solve this.",
+             "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n',
+             "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
         (path / name).write_text(text)
     without = {"bare": "tokenizer*", "pickled": "*.safetensors", "nothing": "*"}

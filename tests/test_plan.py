@@ -416,7 +416,8 @@ def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, sai
     real = sum(p.numel() for p in model.load_policy(folder).parameters())
     assert said["models"]["parameters"]["policy"] == real and said["run"]["steps"] == 5
     assert "estimated seconds" not in said
-    with pytest.raises(UserError, match="no /no/such/config.json; needed: --model"):
-        said_by("orz-7b --model /no/such")
-    with pytest.raises(UserError, match="choice 'H1000' for argument '--gpu'; needed: one of .*H100"):
-        said_by("orz-7b --gpu H1000")
+    for words, message in {"--model /no/such": "no /no/such/config.json; needed: --model",
+                           "--gpu H1000": "choice 'H1000' for argument '--gpu'; needed: one of .*H100",
+                           "--ranks 4 --tp 3": "4 ranks can't be divided .*; needed: a multiple"}.items():
+        with pytest.raises(UserError, match=message):
+            said_by(f"orz-7b {words}")

@@ -242,6 +242,20 @@ def keep(case: Case, name: str) -> Kept:
     return next((kept for kept in needed if needed[kept] <= 1.01 * min(needed.values())), Kept(layers, True))
 
 
+def check_ranks(cfg: Config, ranks: int) -> None:
+    """Raises UserError if --layout, --tp or --shard_ranks does not fit this number of ranks."""
+    each = max(n for n in range(1, NODE + 1) if cfg.ranks % n == 0)
+    require(cfg.ranks in (0, ranks),
+            f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
+            f"torchrun --nnodes {cfg.ranks // each} --nproc-per-node {each} "
+            f"train.py …, or --ranks {ranks}")
+    require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
+            f"a multiple of {cfg.tp} ranks, or --tp 1")
+    require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
+            f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
+            "--shard_ranks auto, 0, or a divisor of the number of ranks")
+
+
 # --- memory of the device
 
 Usage = dict[str, float]  # item -> bytes of memory that the item uses on one rank's device at one instant
@@ -675,6 +689,7 @@ def main() -> None:
     prompts, world = 0, cfg.ranks or 1
     with suppress(UserError):  # without the data, `prompts` is 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
+    check_ranks(cfg, world)
     shapes = [read_shape(path or cfg.model) for path in (cfg.model, cfg.critic_model, cfg.ref_model)]
     gpu, host = (None, host_memory()) if cfg.device == "cpu" else (GPUS[cfg.gpu], 0.0)
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
