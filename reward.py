@@ -175,7 +175,10 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
     for t in terms:
         if t.name in TEXT_PARTS:
             values[t] = [TEXT_PARTS[t.name](row["response"]) for row in rows]
-    grades = {i: grade for (t, i), grade in every.items() if t == terms[0]}
+    grades = {i: grade for (t, i), grade in every.items()
+              if t == graders_of(rows[i].get("dataset") or "", terms)[0]}
+    require(len(grades) == len(rows), f"no grader for {len(rows) - len(grades)} of {len(rows)} rows",
+            "--reward with a grader for their data sets, such as math")
     for reason in REASONS:
         count = sum(grade.reason == reason for grade in grades.values())
         print(f"{reason:10}{count:8}{count / len(rows):8.1%}")

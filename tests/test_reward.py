@@ -617,12 +617,13 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 def test_dry_run_takes_the_terms_of_training(tmp_path):
     """A run's saved samples can be graded again. Their `row` is the data row."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
-    rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": ""}
-            for text in (GOOD, boxed("1"), "0")]
+    rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
+            for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]
     done = dry_run(tmp_path, [json.dumps(row) for row in rows], "--reward", "math", "format=0.5",
-                   f"{tmp_path}/my.py:score=2")
-    for line in ("mean accuracy 0.3333, weight 1\n", "mean format 0.3333, weight 0.5\n",
-                 "mean score 0.3333, weight 2\n", f"by zero ({tmp_path}/my.py, line 2)"):
+                   f"{tmp_path}/my.py:score=2", f"own@{tmp_path}/my.py:score")
+    for line in ("partial          1   25.0%\n", "mean accuracy 0.3333, weight 1\n",
+                 "mean score 0.3750, weight 2\n", "mean format 0.5000, weight 0.5\n",
+                 f"by zero ({tmp_path}/my.py, line 2)"):
         assert line in done.stdout, done.stdout + done.stderr
 
 
