@@ -557,12 +557,12 @@ FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
     "samples_per_prompt": "num_generations n",
-    "policy_updates": "ppo_mini_batch_size gradient_accumulation_steps num_mini_batches "
-                      "steps_per_generation",
+    "policy_updates": "ppo_mini_batch_size num_mini_batches steps_per_generation",
     "passes_per_step": "ppo_epochs max_epochs num_epochs num_iterations",
     "epochs": "num_episodes total_epochs num_train_epochs",
-    "pack_len": "micro_train_batch_size micro_rollout_batch_size per_device_train_batch_size",
-    "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu micro_batch_size",
+    "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
+                            "micro_batch_size micro_train_batch_size micro_rollout_batch_size "
+                            "per_device_train_batch_size gradient_accumulation_steps",
     "max_response_len": "generate_max_len max_completion_length",
     "policy_lr (or --critic_lr)": "actor_learning_rate critic_learning_rate learning_rate lr",
     "clip_low and --clip_high": "eps_clip clip_ratio epsilon epsilon_high",
@@ -577,6 +577,11 @@ FOREIGN = {
     "resume": "resume_from_checkpoint",
     "warmup_updates": "lr_warmup_ratio",
     "dtype": "bf16 fp16 torch_dtype",
+    "out": "output_dir save_path default_local_dir",
+    "track": "report_to use_wandb",
+    "engine": "use_vllm",
+    "advantage": "scale_rewards advantage_estimator adv_estimator",
+    "aggregation": "loss_type loss_agg_mode",
     "ranks": "nproc_per_node num_processes gpus num_gpus n_gpus_per_node",
 }
 
@@ -737,7 +742,7 @@ def model_folder(path: str) -> Path:
     """Returns the path of a model's folder. Raises UserError if `path` is not such a folder."""
     check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
-            _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
+            _build(path) or "a Hugging Face model folder or an id of the Hub")
     return Path(path)
 
 
@@ -746,7 +751,7 @@ def data_file(path: str) -> Path:
     in one of DATA_FILES."""
     file = Path(path)
     require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}",
-            _build(path) or "a .json, .jsonl or .parquet file that exists, or OWNER/NAME:FILE")
+            _build(path) or "a .json, .jsonl or .parquet file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
     return file
 
 

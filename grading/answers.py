@@ -758,19 +758,10 @@ def _same(answer, gold, prove):
         names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
         a, b = _edges(answer), _edges(gold)
         return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
-    if kinds == {"tuple", "expression"}:  # \frac{1}{\sqrt2} equals 1:\sqrt2
-        answer, gold = map(_quotient, (answer, gold))
     if "list" in kinds:  # {5} equals 5
         a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
         return _unordered(a, b, prove)
     return _same_expression(answer, gold, prove)
-
-
-def _quotient(reading):
-    if reading.kind == "tuple" and reading.parts[0] == ":" and len(reading.parts[1]) == 2:
-        a, b = (part.text for part in reading.parts[1])
-        return Reading("expression", rf"\frac{{{a}}}{{{b}}}")
-    return reading
 
 
 def _squeeze(text):

@@ -93,8 +93,9 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         lock.claim()
 
 
-# Files and folders that a run or tools.report writes. If they exist, the folder must be an earlier run's.
-WRITTEN = ("config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
+# Files and folders that a run or tools.report writes, and .git. If they exist, the folder must be an earlier
+# run's.
+WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
            "export samples eval tb nonfinite plot.png report.html").split()
 
 
@@ -342,7 +343,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
         name for s in samples if s.reason == "unparsed"
         for name in readers(s.policy_text) if name != "whole"))
     others = ", ".join(f"{name} in {n}" for name, n in found.most_common())
-    if others:
+    if others and reasons["unparsed"] > total / 20:
         say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} responses; "
             f"others would: {others}\n")
     require(cfg.go or cut <= total / 2,

@@ -363,7 +363,6 @@ e^5 ~ e^{5} ~~ e^2e^3 ~ \frac{e^7}{e^2}
 \angle A B C=60^\circ ~ 60^\circ ~ \angle ABC=60^\circ ~~ 30^\circ
 \begin{cases}x=1\\y=2\end{cases} ~ x=1,y=2 ~ (1,2) ~~ (2,1) ~ x=2,y=1
 A(1,2) ~ (1,2) ~ A=(1,2) ~~ (2,1) ~ B(1,2)
-1:\sqrt3 ~ \frac{1}{\sqrt3} ~ \frac{\sqrt3}{3} ~~ \sqrt3
 AC=5 ~ 5 ~ A C=5 ~~ AB=5
 2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
 """)

@@ -103,9 +103,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
-    rows = [{"response": rf"<answer>\boxed{{{i}}}</answer>", "answer": "2"} for i in (2, 3)]
-    (folder / "RESPONSES.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    files = ("RESPONSES.jsonl", "my_reward.py", "compare.png")
+    files = ("my_reward.py", "compare.png")
     return {"RUN": str(two_ranks[0]), "RUN2": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
             **{name: f"{folder}/{name}" for name in files}}
 
@@ -230,7 +228,7 @@ def test_rows_of_data_are_read():
     (block,) = re.findall(r"^```json\n(.*?)^```", README, re.M | re.S)
     rows = [json.loads(line) for line in block.splitlines()]
     found = [problem_of(r, "README") for r in rows]
-    assert [(r.text, r.answer) for r in found] == [("What is 12 + 30?", "42")] * 7
+    assert [(r.text, r.answer) for r in found] == [("What is 12 + 30?", "42")] * 6
 
 
 def test_every_flag_exists():
@@ -367,7 +365,7 @@ def test_the_hours_are_the_plans():
         assert (host, disk) == (f"{space['machine']:.0f} GiB", f"{space['disk, all']:.0f} GiB"), preset
         assert said["verdict"].startswith("fits"), preset
         seen += 1
-    assert seen > 5
+    assert seen > 4
 
 
 def test_a_flag_of_another_library_is_answered_with_ours():

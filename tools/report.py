@@ -205,11 +205,13 @@ def _fold(title, html):
 
 
 def _samples(run, kind):
-    """Returns responses of at most six steps as HTML, the newest step first. kind: the folder's name"""
+    """Returns responses of at most six steps as HTML, the newest step first. Of each step, the responses with
+    the lowest rewards, and some of the others. kind: the folder's name"""
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
-        rows = read_jsonl(file)
-        cards = "".join(map(_card, rows[::len(rows) // SHOWN + 1]))
+        rows = sorted(read_jsonl(file), key=lambda row: row["reward"])
+        half, rest = SHOWN // 2, len(rows) // (SHOWN // 2) + 1
+        cards = "".join(map(_card, [*rows[:half], *rows[half::rest]]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
