@@ -83,7 +83,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
-    """Each of the 30 steps has 48 samples. The report shows 5 steps, with 12 samples each."""
+    """Each of the 30 steps has 24 wrong and 24 right samples. The report shows 6 of each, in 5 steps."""
     (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
     (tmp_path / "samples").mkdir()
     for step in range(30):
@@ -94,7 +94,8 @@ def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
     _, pre, text = page_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     shown = [response for response in pre if response.startswith("answer")]
     assert "None was raised" in text and shown == [
-        f"answer {step} {i} {j}" for step in (29, 23, 17, 11, 5) for i in range(3) for j in (0, 4, 8, 12)]
+        f"answer {step} {i} {right + j}" for step in (29, 23, 17, 11, 5) for right in (0, 1)
+        for i in range(3) for j in (0, 8)]
 
 
 def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path, capsys):

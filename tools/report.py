@@ -192,7 +192,7 @@ pre { background: #f4f4f4; overflow: auto }
 article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SHOWN = 16  # number of responses of a step on the page
+SHOWN = 8  # largest number of a step's wrong responses on the page, and of its right responses
 
 
 def _table(rows):
@@ -205,13 +205,14 @@ def _fold(title, html):
 
 
 def _samples(run, kind):
-    """Returns responses of at most six steps as HTML, the newest step first. Of each step, the responses with
-    the lowest rewards, and some of the others. kind: the folder's name"""
+    """Returns wrong and right responses of at most six steps as HTML, the newest step first. kind: the
+    folder's name"""
     files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
     for file in files[::len(files) // 6 + 1]:
-        rows = sorted(read_jsonl(file), key=lambda row: row["reward"])
-        half, rest = SHOWN // 2, len(rows) // (SHOWN // 2) + 1
-        cards = "".join(map(_card, [*rows[:half], *rows[half::rest]]))
+        rows, cards = read_jsonl(file), ""
+        for right in (False, True):
+            some = [row for row in rows if (row["reward"] >= 1) == right]
+            cards += "".join(map(_card, some[::len(some) // SHOWN + 1]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
