@@ -288,7 +288,8 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
+    if signal.getsignal(signal.SIGPROF) is _stop_template:  # without the handler, SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     try:
         with explained("the chat template refuses the row's turns", "other roles, or another --template"):
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
