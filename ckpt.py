@@ -116,8 +116,8 @@ class StagingBuffer:
         return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices to the disk in DCP's format. DCP's own writer is not used, because it
-        would hold the GIL."""
+        """Write this rank's slices to the disk in DCP's format. DCP's own writer is not used: it would hold
+        the GIL, and so block the training thread."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
@@ -182,14 +182,16 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     facts: content of state.json
-    saved: number of steps of a checkpoint in `out`, which `save` does not write again; or None
+    saved: `save` saves nothing after this number of steps: the steps of the newest checkpoint in `out`, or 0
+        in a new run. None: `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        # In the default process group, the thread's collectives would mix with those of training.
+        # The thread that saves needs its own group: in the default group, its collectives and those of
+        # training would mix.
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
@@ -200,9 +202,10 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
-        """Wait for the previous save. Then start to save the checkpoint after `step` steps, unless it is
-        saved already. Raises UserError as `finish` does.
+        """Wait for the previous save. Then start a new save, unless `step` is saved already. Raises UserError
+        as `finish` does.
 
+        step: number of finished steps
         carried: this rank's trajectories that the next step continues
         wait: wait for the new save too"""
         self.finish()
@@ -368,7 +371,8 @@ def read_mark(folder: Path) -> Files | None:
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
     file."""
-    # DCP would also read a .safetensors file that COMPLETE does not list, so such a file counts as changed.
+    # A resumed run would also read shards and carried files that COMPLETE does not list. So such files count
+    # as changed.
     foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -394,8 +398,8 @@ def verify(run: Path) -> None:
 def find(out: Path, resume: str) -> Path | None:
     """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
 
-    Raises UserError if --resume names no checkpoint, or an older checkpoint in `out`."""
-    # To resume from remote storage, download the checkpoint here.
+    Raises UserError if --resume names no checkpoint, or if it names one in `out` that is not the newest."""
+    # To resume from remote storage, download the checkpoint into `out` before the next line.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest

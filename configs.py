@@ -1,10 +1,13 @@
-"""Every setting of a run, the presets (named sets of settings) and the layouts (ranks and batch).
+"""The settings of a run (Config), the presets and the layouts.
+
+A preset is a named set of settings. A layout sets the number of ranks; the layout `debug` also gives the
+`orz-*` presets a small batch.
 
 Config is also the command line: `train.py PRESET --flag value`. A flag beats the layout, the layout beats the
 preset, the preset beats the default.
 
-The values of the `orz-*` presets are Open-Reasoner-Zero's (arXiv 2503.24290). Its code calls one GPU a node.
-In torz, a node is a machine."""
+The values of the `orz-*` presets are those of Open-Reasoner-Zero (ORZ, arXiv 2503.24290). ORZ's code calls
+one GPU a node. In torz, a node is a machine."""
 
 from __future__ import annotations
 
@@ -76,8 +79,8 @@ def show(text: str) -> None:
 
 @contextlib.contextmanager
 def user_errors(prog: str) -> Iterator[None]:
-    """Context manager for a command's main function. A UserError inside is printed as one line, once per
-    machine, and ends the process with status 1."""
+    """Context manager for a command's main function. Prints a UserError as one line and ends the process with
+    status 1. If all ranks of a machine raise the error, only one process prints the line."""
     for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
@@ -144,7 +147,7 @@ class Config:
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
-    reward: tuple[str, ...] = ("math",)  # graders, NAME or NAME=WEIGHT: math, choice, exact, FILE.py:FUNCTION
+    reward: tuple[str, ...] = ("math",)  # sum of math, choice or exact, FILE.py:FUNCTION, …; NAME=2: weight 2
     steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
     prompts_per_step: Count = 128  # prompts in each step
@@ -152,7 +155,7 @@ class Config:
     max_response_len: Count = 8000  # maximum tokens of a response
     policy_lr: Part = 1e-6  # learning rate after warm-up
     kl_coef: NotNegative = 0.0  # weight of the KL term; 0: no KL term
-    ranks: Amount = 0  # number of ranks; up to 8 need no torchrun; 0: as many as torchrun started, or 1
+    ranks: Amount = 0  # number of ranks; 0: those that torchrun started, else 1; more than 8 need torchrun
 
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
@@ -162,26 +165,26 @@ class Config:
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
     date: str = ""  # date YYYY-MM-DD that a chat template prints; empty: day of the first start
-    extractor: tuple[str, ...] = ("orz",)  # how to find the answer; NAME, or DATASET=NAME for a data set
-    env: str = ""  # FILE.py:FUNCTION that replies after each turn of the policy; empty: no replies
+    extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
+    env: str = ""  # environment FILE.py:FUNCTION, called after each turn of the policy; empty: one turn
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
 
     # --- length of the run: one of steps, epochs, total_episodes
     epochs: Amount = 0  # passes over the prompts; 0: not given
-    total_episodes: Amount = 0  # responses of the run; 0: not given
+    total_episodes: Amount = 0  # length of the run, in responses; 0: not given
     eval_every: Amount = 10  # steps between evaluations; 0: never
     save_every: Amount = 50  # steps between checkpoints; 0: only at the end
-    resume: str = "auto"  # auto: continue the run in --out; never: --out must be empty; PATH: that checkpoint
+    resume: str = "auto"  # auto: continue --out; PATH: checkpoint for a new --out; never: --out must be empty
     start_from: str = ""  # begin with another run's weights: RUN (newest checkpoint), RUN/STEP or RUN/best
 
     # --- the batch
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; longer ones are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
-    skip_solved: Share = 0.0  # skip a prompt after this share of its responses was right; 0: off
+    skip_solved: Share = 0.0  # skip a prompt in later steps if this share of its responses was right; 0: off
     resample_rounds: Amount = 0  # how often a step may replace prompts whose samples score the same (DAPO)
-    round_len: Amount = 0  # spread unfinished responses over the engines again after every N tokens; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts; 0.5: 50 % more prompts at once; 0: off
+    round_len: Amount = 0  # sample in rounds of this many tokens; ranks are balanced between rounds; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: 0.5 samples 50 % extra prompts; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
     pack_len: Count = 16384  # maximum tokens of a pack, the micro-batch of one forward pass
     policy_updates: Count = 1  # policy updates in a pass over a step's samples
@@ -222,34 +225,34 @@ class Config:
     freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
-    ref_refresh: bool = False  # copy the policy to the reference after each epoch; off with --ref_model
+    ref_refresh: bool = False  # after each epoch, copy the policy to the reference; not with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
     mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
-    mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # truncate: clamp to them; mask: 0 outside
+    mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # weights outside: clamped, or 0 with mask
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
-    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # how losses are averaged (grpo)
+    aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # average of token losses (grpo)
     overlong_buffer: Amount = 0  # length penalty from this many tokens before the limit; 0: off (DAPO)
     nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length
     mask_truncated: bool = False  # exclude responses cut by length from the loss
-    drop_uniform: bool = False  # exclude prompts whose responses all score the same from the loss (grpo)
+    drop_uniform: bool = False  # exclude from the loss prompts whose responses all have the same score (grpo)
 
     # --- where and how it runs
-    layout: Literal["any", "debug", "production"] = "any"  # debug: 8 ranks; production: 1 to 32; any: --ranks
+    layout: Literal["any", "debug", "production"] = "any"  # sets --ranks: 8 (debug), by preset (production)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is a GPU, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # for compute and all-gathers; auto: bf16 on CUDA
-    shard_ranks: Amount | Literal["auto"] = 0  # ranks per copy of a model; 0: all; auto: one node if it fits
-    network: NotNegative = 0.0  # speed between nodes in Gb/s, for the plan; 0: usual for this GPU
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # compute dtype; auto: bf16 on CUDA, fp32 on a CPU
+    shard_ranks: Amount | Literal["auto"] = 0  # ranks per model copy; 0: all; auto: one node if memory allows
+    network: NotNegative = 0.0  # Gb/s between nodes, for estimates of tools/plan.py; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # layers to recompute: none, layers (all), a number, auto (as few as needed)
+    recompute: str = "auto"  # activation checkpointing: none, layers (all), a number, auto (if memory is low)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
-    keep_best: str = "auto"  # metric of the best checkpoint to keep; auto: mean eval/*/avg@k; empty: none
-    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, every --eval_every steps
+    keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
+    save_samples: Literal["all", "some", "none"] = "some"  # some: 8 prompts' responses per --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
-    stall_limit: Positive = 3600.0  # maximum seconds of a rollout, save, …; then ranks print stacks and exit
+    stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
 
@@ -323,7 +326,7 @@ class Config:
 
     @property
     def has_ref(self) -> bool:
-        """Whether the run has a reference model, perhaps only for the metric kl."""
+        """Whether the run has a reference model. With --kl_coef 0, --ref_model only adds the metric kl."""
         return self.kl_coef > 0 or self.ref_model != ""
 
     @property
@@ -374,8 +377,10 @@ class Config:
                 f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
 
     def with_steps(self, prompts: int) -> Config:
-        """Returns this config with --epochs or --total_episodes converted to `steps`. Raises UserError as
-        `check_length` does, or if --freeze_policy_steps leaves no step for the policy.
+        """Returns this config with --epochs or --total_episodes converted to `steps`.
+
+        Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given, or if
+        --freeze_policy_steps leaves no step that trains the policy.
 
         prompts: number of prompts in an epoch"""
         self.check_length()
@@ -403,7 +408,8 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of the policy's updates in a step. With one update, the ratio is 1 and is not clipped."""
+        """Number of policy updates in a step. With one update, the policy's ratio is always 1, so the clip
+        has no effect."""
         return self.policy_updates * self.passes_per_step
 
 
@@ -481,14 +487,14 @@ PRESETS = {
     # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2. clip_high is ScaleRL's.
     "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
                         adam_eps=1e-15),
-    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates of 48 prompts: the paper's
-    # PPO-off-policy-8 (section 3.1).
+    # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates with 48 prompts each. The
+    # paper calls this PPO-off-policy-8 (section 3.1).
     "scale-rl-7b": replace(
         GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's config_demo.yaml. A step has 448 responses, as there: 7 GPUs × 16 × 4 accumulation steps.
+    # Open-R1's config_demo.yaml, where a step also has 448 responses: 7 GPUs × 16 × 4 accumulation steps.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
@@ -506,7 +512,8 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
         eval_samples=(1,)),
 }
-# "debug" is Open-Reasoner-Zero's debug mode. Presets other than orz-* take only `ranks` from a layout.
+# Layout -> settings that it changes in the orz-* presets. In other presets, a layout changes only `ranks`.
+# "debug" is Open-Reasoner-Zero's debug mode.
 LAYOUTS = {
     "any": {},
     "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
@@ -514,11 +521,11 @@ LAYOUTS = {
 }
 # Preset -> ranks of its production layout, if not 32 (Open-Reasoner-Zero's numbers)
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
-NODE = 8  # ranks on one machine, in the layouts and in the commands that errors suggest
+NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. Some name what the run reads (data, models, rewards, template).
-# ckpt.resume compares what was read, not the names (guard.start.read_facts).
+# Settings that may change when a run resumes. Some of them, such as `data` and `model`, name what the run
+# reads: ckpt.resume accepts another name, but not other content (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
@@ -529,16 +536,17 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """Returns `field: old -> new` for each field whose change alters the algorithm. `old`, `new`: configs as
-    dicts."""
+    """Returns `field: old -> new` for each setting that differs but must stay the same when a run resumes.
+
+    old, new: the checkpoint's config and this run's config, as dicts"""
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     return differences(old, {k: v for k, v in new.items() if k not in free})
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Returns `key: old -> new` for each key that both dicts have, with different values. `old` is from
-    JSON."""
+    """Returns `key: old -> new` for each key that both dicts have, with different values. `new` is compared
+    in its JSON form, with lists for tuples, because `old` may come from a JSON file."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -552,7 +560,8 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# Our flag, perhaps with a note behind it -> flags of other libraries with the same meaning
+# A flag of torz, perhaps with a note -> flags of other libraries with the same meaning. The error about an
+# unknown flag shows the flag of torz.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -587,7 +596,7 @@ FOREIGN = {
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> first word of the value, for each flag of a command line."""
+    """Returns field -> text, for each flag in `argv`. The text is what follows `=`, or the next word."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -597,11 +606,12 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for an unknown flag, or a value after a boolean flag."""
+    """Returns given_flags(argv). Raises UserError for an unknown flag, a repeated flag that takes several
+    values, or a value after a boolean flag."""
     words = [word.partition("=")[0] for word in argv]
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
-        # `split`, because some libraries put a section's name in front: --train.micro_batch_size
+        # Ignores a section's name before the flag, as in another library's --train.micro_batch_size.
         ours = next((f": --{k} does that" for k, words in FOREIGN.items()
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
@@ -614,8 +624,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that --layout names, or else that of the environment variable DEBUG_MODE (True:
-    "debug", False: "any"), or else `default`. Raises UserError for another value of DEBUG_MODE."""
+    """Returns the layout that the first of these gives: --layout, the environment variable DEBUG_MODE,
+    `default`. DEBUG_MODE may be True ("debug") or False ("any"). Raises UserError for another value."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -630,9 +640,9 @@ def layout_fields(preset: str, layout: str) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError if it can't be read.
+    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a mistake.
 
-    Under torchrun, PRESET may be left out. Then it is orz-7b, with the layout "debug" on 8 ranks and
+    Under torchrun, PRESET may be left out. The default is orz-7b, with the layout "debug" on 8 ranks and
     "production" on 32.
 
     argv: words of the command line; default: sys.argv[1:]
@@ -654,7 +664,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
     base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
-    if "data" in given:  # the preset's evaluation sets belong to the preset's data
+    if "data" in given:  # the preset's evaluation sets may not fit the user's data
         base["eval_data"] = ()
     if given.keys() & LENGTHS:
         base |= dict.fromkeys(LENGTHS, 0)
@@ -700,8 +710,8 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Does not check names of the Hub. In a run on
-    several machines, checks nothing."""
+    """Raises UserError if --model or a data file does not exist. Leaves names of the Hub, and runs on several
+    machines, to later checks."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if Path(cfg.model).parent.is_dir() or not HUB_ID.fullmatch(cfg.model):
@@ -729,7 +739,8 @@ def check_trackers(cfg: Config) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file, a run's folder, or a folder in a run but no model."""
+    """Raises UserError if `path` is a file or a run's folder, or a folder inside a run's folder but without
+    config.json."""
     require(not Path(path).is_file(), f"{path} is a file",
             "a model's folder; data files follow --data, or tools.evaluate's models")
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
@@ -766,7 +777,8 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# `parse` refuses flags without effect. Rows: flags; whether config c gives them an effect; what they need
+# `parse` refuses flags without effect. A row has: flags; whether they have an effect in config c; what the
+# error message asks for
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),
@@ -810,7 +822,7 @@ def read_jsonl(path: Path) -> list[Any]:
     """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short."""
     rows = []
     if path.is_file():
-        # not str.splitlines(), which also splits at U+2028
+        # A row ends only at a line feed. str.splitlines() would also split at U+2028 inside a row.
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:
                 with contextlib.suppress(json.JSONDecodeError):

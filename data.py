@@ -49,7 +49,7 @@ TEMPLATES = {
         "Assistant: <think>"),
     "plain": "{problem}<think>",
 }
-# Each seed below has one of these, so that order, minibatches and replacements get different seeds.
+# Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
 
@@ -68,7 +68,7 @@ class Problem:
     dataset: str = ""  # name of the row's data set (see --extractor and --reward)
     file: str = ""
     row: int = 0
-    index: int = 0  # position in the list of load_problems
+    index: int = 0  # index in the list that load_problems returns
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
@@ -80,7 +80,7 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: int  # index in the step's batch; during sampling with --carry, number in the run
+    prompt_id: int  # index in the step's batch; while sampling with --carry: the prompt's number (numbers_at)
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
@@ -100,7 +100,7 @@ class Sample:
     versions: np.ndarray | None = None  # (L,) int32 version of each token; None: `version`
     turns: int = 1  # number of the policy's turns
     turn_start: int = 0  # index in `ids` of the last turn's start
-    earlier: tuple[str, ...] = ()  # texts before the last turn: policy, environment, …
+    earlier: tuple[str, ...] = ()  # texts before the last turn: policy's, environment's, policy's, …
     env_reward: float | None = None  # replaces the grader's reward, if given
     advantage: float = 0.0  # GRPO's advantage
     prompt_share: float = 0.0  # loss weight of each token, for --aggregation prompt
@@ -174,7 +174,7 @@ class Pack:
     longest: int  # tokens of the longest segment
     responses: int  # number of samples in the loss; 0 in a filler pack
     unique: Tensor  # (U,) indices of the tokens that the model computes (see unique_prefixes)
-    inverse: Tensor  # (T,) position in `unique` of the token computed for tokens[t]
+    inverse: Tensor  # (T,) tokens[t] gets the hidden state of the token with the index unique[inverse[t]]
     old_logp: Tensor | None = None  # (T,) from the policy before the step's first update
     ref_logp: Tensor | None = None  # (T,) from the KL term's reference model
     values: Tensor | None = None  # (T,) from the critic before the step's first update
@@ -200,7 +200,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     keep_fields: whether to set Problem.fields"""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
-    # Evaluation sets have no weights.
+    # Only the training files (cfg.data) have weights, the evaluation sets have none.
     weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
@@ -240,7 +240,7 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # only the main thread can set a handler
+    with suppress(ValueError):  # signal.signal works only in the main thread
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
@@ -295,9 +295,9 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-    shown = "".join(text.split())  # templates strip some spaces
+    shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:
-        # not assistant turns, because a template may remove their text in <think> tags
+        # Assistant turns are not checked, because a template may remove their text in <think> tags.
         require(role == "assistant" or "".join(content.split()) in shown,
                 f"the chat template doesn't show the {role} turn",
                 "a chat template that does, or another --template")
@@ -305,8 +305,9 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
 
 
 def fix_date(tokenizer: Any, day: str) -> str:
-    """Make the chat template print the date `day` (YYYY-MM-DD) instead of today's, so that prompts do not
-    change. Returns `day`, or "" if the template prints no date. Raises UserError if `day` is no date."""
+    """Make the chat template print `day` (YYYY-MM-DD) instead of today's date. So a run has the same prompts
+    on every day. Returns `day`, or "" if the template does not print today's date. Raises UserError if `day`
+    is no date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
@@ -371,7 +372,8 @@ def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved
 
 def numbers_at(step: int, cfg: Config) -> range:
     """Returns the numbers of the prompts whose sampling begins in this step. All prompts of the run are
-    numbered from 0. With --carry, step 0 also begins cfg.extra_prompts more."""
+    numbered from 0. A step begins cfg.prompts_per_step prompts. With --carry, step 0 begins
+    cfg.extra_prompts prompts in addition."""
     count, extra = cfg.prompts_per_step, cfg.extra_prompts
     return range(step * count + (extra if step else 0), (step + 1) * count + extra)
 
@@ -404,7 +406,7 @@ _stored: dict[str, Any] = {}  # cache of _groups
 def _groups(problems):
     """Returns (count, indices) for each group of problems: an epoch draws `count` prompts from the group.
 
-    The problems with the same whole weight are a group. Each file with a fractional weight is its own group,
+    Problems with the same integer weight form one group. A file with a fractional weight forms its own group,
     so its share of an epoch is exact. The result is cached: do not change the list `problems`."""
     if _stored.get("problems") is not problems:
         groups = defaultdict(list)
@@ -468,11 +470,11 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
-    """Returns the packs of one minibatch, for each rank.
+    """Returns packs[rank][k] of one minibatch, a list of sample indices. All ranks have equally many packs.
 
-    While the ranks compute their k-th packs, all wait for the slowest. So the k-th packs of all ranks get
-    about the same cost. Samples of one prompt are packed together, because a pack computes their prompt
-    once."""
+    The ranks compute their k-th packs at the same time, and wait for the slowest rank. So the k-th packs of
+    all ranks have similar costs. Short samples of one prompt stay together, because a pack computes their
+    prompt only once."""
     total = int(lengths[samples].sum())
     # A unit is a list of samples that stay together. Small units (1/8 of a pack) let packs be balanced.
     units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
@@ -525,16 +527,16 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
     return out
 
 
-# FSDP needs the same number of passes on every rank. So a rank with fewer packs also computes packs of
-# FILLER only: one token, outside the loss.
+# FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: one
+# token, outside the loss.
 FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
                 in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
-    """Returns a pack with the samples end to end. If there are none, it has only FILLER.
+    """Returns a pack with the samples end to end. Without samples, the pack has only FILLER.
 
-    step: `fresh_tokens` gets the loss tokens that the weights of this step sampled; None: all loss tokens"""
+    step: the step whose weights sampled the `fresh_tokens`; None: all loss tokens are fresh"""
     samples = samples or [FILLER]
     segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
     lengths = np.array([len(segment) for segment in segments])
@@ -543,7 +545,7 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
     def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns (T,): values[i] (L,) at the response tokens of sample i; 0 at prompt tokens."""
+        """Returns an array (T,): response tokens of sample i get values[i] (L,), prompt tokens get 0."""
         flat = np.concatenate(values)
         out = np.zeros(ends[-1], flat.dtype)
         out[in_response] = flat
@@ -590,7 +592,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
     computed = np.arange(starts[-1])
-    # Sorting puts the longest common prefixes next to each other.
+    # In sorted order, of all earlier segments the previous one (i) shares the longest prefix with j.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))

@@ -1,7 +1,7 @@
 """All use of torch.distributed, except in ckpt.py and guard/watch.py.
 
 FSDP2 (fully_shard) shards parameters over all ranks, or over groups of --shard_ranks ranks. Gradients are
-*summed* over ranks, because each loss is already divided by all ranks' number of tokens (or responses)."""
+*summed* over ranks, because each rank divides its loss by all ranks' number of tokens (or responses)."""
 
 import contextlib
 import datetime
@@ -36,7 +36,7 @@ from configs import UserError, explained, require, short_hash
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 Device = torch.device | str
-Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices of samples
+Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
 
 
@@ -53,13 +53,13 @@ class World:
 
 
 def launch(ranks: int) -> int | str:
-    """Run this command on `ranks` ranks of this machine, as torchrun does. Returns the exit status. If a rank
-    fails, returns a line with the reason of the first failure."""
+    """Run the command line sys.argv on `ranks` ranks of this machine, as torchrun does. Returns the exit
+    status, or, if a rank failed, one line that says why the first failed rank ended."""
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
     os.environ["TORZ_LAUNCHED"] = ""
-    logging.disable()  # torchrun logs a line for each rank that it terminates
+    logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     try:
         run.run(run.parse_args(["--standalone", "--monitor-interval=1", f"--nproc-per-node={ranks}",
                                 *sys.argv]))
@@ -94,7 +94,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # guard.watch ends a hung run earlier, and prints the stacks
+        # Longer than stall_limit, so that guard.watch ends a hung run first: it also prints the stacks.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -121,8 +121,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
     on a new prefix for their keys: a hash of random nonces, one from each rank.
 
-    Each rank writes a key under its prefix. When a rank finds all ranks' keys under its prefix, all
-    prefixes are equal. Until then, it reads all nonces again: some may be from before the restart."""
+    A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank writes a
+    key under its prefix, and reads the nonces again until it finds the keys of all ranks under its prefix."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -178,15 +178,16 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
         fully_shard(group, mesh=over, mp_policy=precision,
                     reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # plain sums, because gloo has no pre-multiplied sum
+        group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
     model.set_reshard_after_backward(reshard is not False)
     return model
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
-    """Yields the packs of an update. Every rank must have the same number of packs.
+    """Yields the packs of an update. The caller runs a forward and a backward pass on each pack, before it
+    takes the next. Every rank must have the same number of packs.
 
-    With several groups (see `mesh`), only the last backward pass sums gradients across the groups."""
+    If the `mesh` is 2-d, only the last backward pass sums the gradients across the groups of ranks."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
@@ -226,24 +227,24 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
     """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model that was
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
-    inside."""
+    inside, because changes are not copied to the host."""
     moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
     if moves:
         to_device(model, optimizer, device)
     try:
         yield
     finally:
-        reshard_all(model)  # without a backward pass, weights are still gathered
+        reshard_all(model)  # a forward pass without a backward pass leaves weights gathered
         if moves:
-            model.zero_grad()  # after an exception there may be gradients
+            model.zero_grad()  # an exception may have left gradients on the device
             to_host(model, optimizer)
             torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """Context manager. If `on`, torch uses deterministic algorithms. An operation without one raises
-    RuntimeError."""
+    """Context manager. If `on`, torch uses deterministic algorithms, and an operation that has no
+    deterministic algorithm raises RuntimeError."""
     if not on:  # return early, because use_deterministic_algorithms imports torch's slow compiler
         yield
         return
@@ -296,7 +297,7 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # x is not its home if it was just created, or if FSDP has padded an uneven shard into a new tensor.
+        # If x is new, or if FSDP has padded an uneven shard, x is not in `home`: `home` may lack its values.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -311,7 +312,7 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # FSDP reads the copies next, to pad uneven shards
+        torch.cuda.synchronize()  # replace_tensors reads the copies, because FSDP pads uneven shards
     replace_tensors(model, optimizer, new)
 
 
@@ -337,7 +338,7 @@ def fill(param: Tensor, full: Tensor) -> None:
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a norm of at most `limit`. Returns the earlier norm, the same on all ranks."""
+    """Scale the gradients to a norm of at most `limit`. Returns the unscaled norm, the same on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -411,8 +412,8 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
 def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys[i]: number of samples[i]; the samples of all ranks are numbered together
-    layout[minibatch][rank][pack]: the numbers of a pack's samples"""
+    keys[i]: index of samples[i] among the samples of all ranks
+    layout[minibatch][rank][pack]: these indices, for the samples of one pack"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -435,13 +436,13 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 
 def measure_network(world: World, local: int) -> list[float]:
-    """Returns two numbers in bytes/s: 1. what a rank sends within its node; 2. what a node sends to other
-    nodes. A number is 0 if there is no receiver. Every rank must call this function.
+    """Returns two speeds in bytes/s: 1. at which a rank sends within its node; 2. at which a node sends to
+    other nodes. A speed is 0 if there is no receiver. Every rank must call this function.
 
     local: number of ranks of each node
 
-    In a ring of n ranks, a rank sends (n - 1) / n of the tensor in an all-gather, and twice as much in an
-    all-reduce. So both together count as 3 (n - 1) / n."""
+    To compute a speed, the bytes are counted as in a ring of n ranks. There a rank sends (n - 1) / n of the
+    tensor in an all-gather, and twice as much in an all-reduce: together 3 (n - 1) / n of the tensor."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]
@@ -460,11 +461,11 @@ def measure_network(world: World, local: int) -> list[float]:
 
 
 def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
-    """Measure the network and print its speeds in one line. For a speed below half of the planned one, also
-    print the likely cause.
+    """Measure the network and print its speeds in one line. If a speed is below half of the planned speed,
+    also print the likely cause.
 
     local: number of ranks of a node
-    planned: speeds in bytes/s, within a node and between nodes; 0: unknown"""
+    planned: the planned speeds in bytes/s, within a node and between nodes; 0: no speed is planned"""
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)

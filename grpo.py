@@ -4,7 +4,7 @@ Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.1
 GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
 
 Three flags make an algorithm:
-    --advantage    how rewards become advantages: `group_advantages`; for return_whiten, ppo.gae
+    --advantage    how rewards become advantages: `group_advantages`, or ppo.gae for return_whiten
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
 To add an algorithm, add a branch to one of these functions.
@@ -40,7 +40,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred *= n / (n - 1)
     elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
-    # Otherwise a rounding error of the mean could make the advantages of equal rewards nonzero.
+    # Equal rewards get 0 here, because a rounding error of the mean could make their advantages nonzero.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
 
 
@@ -68,7 +68,8 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
     """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
     tokens, responses: numbers of response tokens and of responses in the update, over all ranks
-    prompt_share (T,): only for "prompt": 1 / (response tokens of the prompt × prompts of the update)
+    prompt_share (T,): 1 / (number of the prompt's response tokens × number of prompts in the update); used
+        only by "prompt"
     aggregation:
         "token"     mean over all response tokens
         "response"  mean over the tokens of each response, then mean over responses
@@ -97,7 +98,7 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
-        "clipped"   loss = -advantage × logp × clipped token ratio, which is detached (CISPO, eq. 4)
+        "clipped"   loss = -advantage × logp × detach(clipped token ratio) (CISPO, eq. 4)
     Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":

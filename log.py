@@ -1,4 +1,4 @@
-"""Writes the output of a run, except checkpoints: metrics, samples, alarms, progress bars, TensorBoard.
+"""Writes a run's metrics, samples, alarms, progress bars and TensorBoard files. ckpt.py writes checkpoints.
 
 Every rank adds numbers to its own `Meter`. On rank 0, the `Logger` writes the files. docs/metrics.md explains
 every metric."""
@@ -85,7 +85,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)
     parts: the NAMEs of the metrics `reward/NAME`
-    turns: true with --env
+    turns: whether to add `turns` and `response_len/sampled` (true with --env)
     per_prompt: `pass@n` and `uniform_groups` leave out prompts with fewer samples than per_prompt
         (possible with --carry)"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
@@ -136,8 +136,9 @@ class Logger(contextlib.AbstractContextManager):
     """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
     except in `dump`.
 
-    `start` is the first step to log. Rows that an interrupted run left for this and later steps are moved to
-    metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder can't be written to."""
+    `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
+    steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder
+    can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping]) -> None:
@@ -176,8 +177,8 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs to OUT/{name}_rank{rank}.safetensors and return this path. Tensors have
-        names such as `0.tokens`, for the first pack."""
+        """Save this rank's packs, such as those of a skipped update, to OUT/{name}_rank{rank}.safetensors.
+        Returns this path. The field `tokens` of the first pack is saved as `0.tokens`."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         # save_file refuses tensors that share memory
@@ -212,7 +213,7 @@ class Logger(contextlib.AbstractContextManager):
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # purge_step hides what an interrupted run wrote for later steps
+                # With purge_step, TensorBoard hides an interrupted run's rows of this and of later steps.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
@@ -331,7 +332,7 @@ class Tracker:
                 self._attempt(self.send, row, samples)
 
     def close(self, run_failed: bool) -> None:
-        """End the run at the service, after its uploads."""
+        """End the run at the service. run_failed: true if an error ends the run."""
         if not self.failed:
             self._attempt(self.finish, run_failed)
 

@@ -110,14 +110,14 @@ class TakeRows(torch.autograd.Function):
 class Segments:
     """Arranges the tokens of a pack for attention. Made once per forward pass.
 
-    If several segments begin with the same tokens, these tokens are computed once, but attention needs them
-    in each segment. So queries, keys and values are copied to slots, the rows of attention's input. On a CPU,
-    and in fp32, the slots form padded blocks:
+    If several segments begin with the same tokens, the model computes these tokens once, but attention needs
+    them in each segment. So queries, keys and values are copied to slots, the rows of attention's input. The
+    slots form padded blocks in two cases: on a CPU, and for fp32 on CUDA.
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
-        slots on CUDA            p q a p q b c p q r s t u              S = T
-        slots on a CPU           p q a . . .
+        slots (bf16 on CUDA)     p q a p q b c p q r s t u              S = T
+        slots (CPU or fp32)      p q a . . .
                                  p q b c . .      block of 3 x 6
                                  p q r s t u                            S = 18"""
 
@@ -215,8 +215,8 @@ def _padded(query, key, value, segments, scaling, window):
     blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     for (rows, columns), *qkv in blocks:
         q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
-        # A GPU runs this only in fp32. With fewer key heads than query heads, torch's fp32 attention would
-        # store all attention scores.
+        # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
+        # torch's fp32 attention would store all attention scores.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
@@ -350,7 +350,8 @@ class PackModel(nn.Module):
             all layers if whole is None   everything"""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # The backward pass repeats only `forward`, not FSDP's hooks, which gather and free the weights.
+            # Wraps only `forward`, so that the recomputation does not run FSDP's hooks. These gather and free
+            # the weights.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -413,7 +414,7 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, see `logprobs`. The head computes only the tokens in pack.mask."""
+        """Returns log-probs and entropies, see `logprobs`. The head runs only where pack.mask is true."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -529,10 +530,10 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def load_policy(path: str, device: Device = "cpu",
                 shard_fn: ShardFn = lambda model: model) -> Policy:
-    """Returns the folder's causal language model in fp32. Raises UserError if torz does not support the
-    model, or if the files do not fit config.json.
+    """Returns the causal language model of the folder `path` in fp32. Raises UserError if torz does not
+    support the model, or if the files do not fit config.json.
 
-    `shard_fn` runs before memory is allocated, so each rank reads only its shards."""
+    shard_fn: shards the model before memory is allocated, so that each rank reads only its own shards"""
     return _load(Policy, path, device, shard_fn)
 
 
@@ -549,7 +550,7 @@ def load_critic(path: str, device: Device = "cpu",
     return critic
 
 
-# Tensors that a folder may have although the model does not use them.
+# Tensors that a folder's files may have although the Policy or Critic has no such parameter.
 NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 

@@ -34,15 +34,15 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`. The reward of any other token is added to the last time step
-    before it in its segment."""
+    The time steps t are the tokens in `mask`. If another token has a reward, the reward is added to the last
+    time step that comes before this token in the same segment."""
     steps, is_step = mask.nonzero()[:, 0], mask.long()
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
     # step (T,): for each token, the last time step at or before it, as an index into `steps`
     step = (is_step.cumsum(0) - 1).clamp(min=0)
-    # in_reach (T,): whether there is such a time step in the token's own segment
+    # in_reach (T,): whether the token's segment has a time step at or before the token
     in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)

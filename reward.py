@@ -28,7 +28,8 @@ from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa:
 
 @dataclass(frozen=True)
 class Term:
-    """One term of --reward: a grader if `kind` or `custom` is set, otherwise a part such as "format"."""
+    """One term of --reward. A term with `kind` or `custom` is a grader. Any other term is a reward part: an
+    extra reward, such as "format"."""
 
     name: str  # the NAME of the metric `reward/NAME`
     weight: float
@@ -38,7 +39,8 @@ class Term:
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError.
+    """Returns the terms of --reward: first the graders, then the reward parts (see Term). Raises UserError if
+    a term is wrong, if two terms have the same name, or if no term is a grader.
 
     reward: terms NAME or NAME=WEIGHT. NAME is one of KINDS, one of `parts`, FILE.py:FUNCTION, or
         DATASET@FILE.py:FUNCTION.
@@ -88,7 +90,7 @@ def _split_custom(spec):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns how answers are compared in data rows without the field `reward`: the first of KINDS in
+    """Returns the default way to compare answers, for data rows that do not choose one: the first of KINDS in
     --reward, or "math"."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
@@ -131,8 +133,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 def _responses(path, kind="math"):
-    """Yields the rows of a file of responses, or of a run's samples/. Raises UserError for a row that is not
-    valid."""
+    """Yields the rows of a file of responses. The file may be one of a run's samples/. Raises UserError for
+    a row that is not valid."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')

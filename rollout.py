@@ -40,7 +40,7 @@ Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 # Random seeds contain these numbers, so that training, evaluations, the self-check and later rounds of a
 # rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer per engine, `deal` spreads a prompt's samples over the ranks
+PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
 
 # --- rewards
 
@@ -91,7 +91,7 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of the reward parts of this run."""
+    """Returns name -> weight of each built-in reward part (REWARD_PARTS) that this run uses."""
     named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
@@ -132,7 +132,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # Data sets that a preset names are accepted, because the user's files may lack their rows.
+    # A data set that a preset's --extractor names is no mistake, even if the user's files have no rows of it.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -161,11 +161,11 @@ class Trajectories:
                  round_len: int = 0, top_p: float = 1.0) -> None:
         """problems: prompt_id -> problem, for the prompts of all ranks
         max_tokens: largest number of tokens of a response
-        round_len: largest number of tokens of a trajectory in one call of the engine; 0: no limit"""
+        round_len: largest number of new tokens of a trajectory in one call of the engine; 0: no limit"""
         self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
         self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
         self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # Sample.text still lacks the unfinished turn
+        self.open: dict[Key, Sample] = {}  # Sample.text has only the finished turns
         self.waiting: dict[Key, Sample] = {}
         self.complete: dict[Key, Sample] = {}
         self.graded: dict[Key, Sample] = {}
@@ -179,8 +179,8 @@ class Trajectories:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories of another rank or of an earlier step. Those with a `reason`, such as "wrong",
-        have been graded."""
+        """Add trajectories of another rank or of an earlier step: to `graded` if they have a `reason`,
+        such as "wrong", else to `open`."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
@@ -255,7 +255,9 @@ class Trajectories:
                 self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
-        """Append the environment's text. `reply`: a Reply, or a Grade if the environment failed."""
+        """Append the environment's text to `s` for another turn. Without another turn, complete `s`.
+
+        reply: a Reply, or a Grade if the environment failed"""
         if isinstance(reply, Grade):
             return self._complete(replace(s, reason=reply.reason))
         if reply.reward is not None:
@@ -263,7 +265,7 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The text is too long: an error of the environment.
+        # The response has room, but not for the whole text: an error of the environment.
         if 0 < left < len(ids):
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
                                           f"but the response has room for only {left}")
@@ -274,7 +276,8 @@ class Trajectories:
         self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns how many tokens may still be appended. Only evaluations may exceed cfg.model_len."""
+        """Returns how many tokens may still be appended. Prompt plus response may have cfg.model_len tokens,
+        or cfg.engine_len in an evaluation with longer responses (--eval_response_len)."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -329,16 +332,16 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     old = dist.gather_all(trajectories.open) if carries else ()  # keys of all ranks
     home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # Move carried trajectories to their rank in `home`, which is the same after a resume.
+    # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
     if carries:
         trajectories.move(home)
     chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
     if any(dist.gather(chosen is None)):
         return [], []
     graded = trajectories.grades()
-    samples = [s for s in graded if s.key in chosen]  # `chosen` has the keys that this step trains on
+    samples = [s for s in graded if s.key in chosen]  # with --carry, the rest is for later steps
     left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
-    if not temperature:  # only one sample of each prompt was drawn
+    if not temperature:  # greedy: copy the only sample of each prompt
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
     if engine.ranks > 1:
         samples = meet(samples, engine)
@@ -347,11 +350,11 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Run rounds of sampling until enough trajectories are complete. Returns their keys (some are on other
-    ranks), or None if a signal has aborted sampling.
+    """Run rounds of sampling until enough trajectories are complete. Returns their keys, also those on other
+    ranks. Returns None if a signal has aborted sampling.
 
-    Without `carries`, all trajectories must be complete. With `carries`, cfg.samples_per_step complete
-    trajectories are enough, unless an unfinished prompt is --max_staleness steps old."""
+    carries: whether --carry is on. If not, all trajectories must be complete. If so, cfg.samples_per_step
+        trajectories are enough, unless an unfinished one began at least --max_staleness steps ago."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)
@@ -398,7 +401,7 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
 
     held[r]: keys of the unfinished trajectories on rank r"""
     ranks, total = len(held), sum(map(len, held))
-    # If the keys can't be divided evenly, the fullest ranks get one more, so that fewer keys move.
+    # If the ranks can't have equal numbers of keys, the fullest ranks keep one key more. So fewer keys move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -498,7 +501,7 @@ def set_names(paths: Sequence[str]) -> list[str]:
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
                progress: Callable = lambda: None) -> tuple[Scores, list[dict]]:
     """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
-    for each response (`sample_row`). step: step of the engine's weights."""
+    for each response (`sample_row`). step: the training step whose weights the engine holds."""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -513,8 +516,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> one value for each problem (see `accuracy`), for the problems of all ranks. The
-    problems are sorted, so a mean does not depend on the number of ranks."""
+    """Returns metric -> one value for each problem (see `accuracy`), for the problems of all ranks, ordered
+    by prompt_id."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))

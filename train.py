@@ -46,9 +46,9 @@ if __name__ == "__main__":  # before the slow `import torch`: --help and wrong f
         check_trackers(CONFIG)
         check_paths(CONFIG)
     set_allocator()
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # ctrl-C before the training loop starts
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # no traceback if ctrl-C comes during the start
     if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
-        import dist  # slow, like torch
+        import dist  # not at the top: dist imports torch, which is slow
 
         sys.exit(dist.launch(CONFIG.ranks))
     if os.environ.get("RANK", "0") == "0":
@@ -134,7 +134,7 @@ class Role:
 class Run:
     """All objects of a run that is ready for its first step."""
 
-    cfg: Config  # cfg.steps is set, also with --epochs or --total_episodes
+    cfg: Config  # cfg.steps is the number of steps, even if the user gave --epochs or --total_episodes
     world: dist.World
     problems: list[Problem]
     held_out: Sets
@@ -153,8 +153,8 @@ class Run:
 
 
 def main(cfg: Config) -> bool:
-    """Train with the config `cfg`. Returns False if a signal stopped the run. Raises UserError, the same on
-    every rank."""
+    """Train with the config `cfg`. Returns False if a signal stopped the run. Raises UserError, on all
+    ranks with the same text."""
     run = prepare(cfg)
     try:
         with run.log, handle_signals(cfg.grace):
@@ -180,8 +180,8 @@ def main(cfg: Config) -> bool:
 
 
 def train(run: Run) -> bool:
-    """The algorithm. Returns True after the last step. After a signal such as ctrl-C, saves all finished
-    steps and returns False."""
+    """Run the remaining steps. Returns True after the last step. After a signal such as ctrl-C, saves a
+    checkpoint of the finished steps and returns False."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -260,7 +260,7 @@ def finish(run: Run) -> None:
 
 
 def prepare(cfg: Config) -> Run:
-    """Returns a run that is ready for its first step. Raises UserError, the same on every rank."""
+    """Returns a run, ready for its first step. If a check fails, all ranks raise the same UserError."""
     if cfg.deterministic:  # cuBLAS is deterministic only with this setting
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
@@ -277,14 +277,14 @@ def prepare(cfg: Config) -> Run:
 
 
 def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Returns the run in the folder `out`, after all checks. If the folder has checkpoints, the run continues
-    from the newest. Raises UserError, the same on every rank."""
+    """Load the run of the folder `out`, and check it. If the folder has checkpoints, the run continues from
+    the newest. If a check fails, all ranks raise the same UserError."""
     say = show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
-    if found:  # where the run began does not matter any more
+    if found:  # a resumed run keeps its first --start_from and ignores a new one
         cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
@@ -302,8 +302,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # The unfinished step `start` may have added problems. They are left out, because the resumed run makes
-    # this step again.
+    # The checkpoint may have problems that were solved in the unfinished step `start`. The resumed run makes
+    # this step again, so these problems are left out.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -313,7 +313,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
+    # A checkpoint that --resume names in another folder is not saved in `out` yet.
+    own = found is None or found.parent.parent == out
     log = dist.together(Logger, out, cfg, world.main, start, ckpt.VERSIONS, planned)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):
@@ -324,7 +325,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
 
 
 def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
-    """Returns the problems of --data, and the evaluation sets. Raises UserError."""
+    """Returns the problems of --data, and the evaluation sets. Raises UserError if a file can't be used or a
+    check fails."""
     check_vocabularies(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say, keep_fields=keep_fields)
     held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
@@ -360,7 +362,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new optimizer. Checkpoints save the tensors in its state."""
+    """Returns a new AdamW optimizer. Checkpoints save its state (docs/forking.md)."""
     # On a CPU, AdamW without fused=True is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
@@ -408,8 +410,8 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """`sample_step` with --carry: samples more prompts than the step needs, and continues the previous step's
-    trajectories. The batch has the prompts of the returned samples."""
+    """`sample_step` with --carry. Continues the previous step's trajectories, and samples more prompts than
+    the step needs. The returned batch has only the prompts of the returned samples."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -476,8 +478,8 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the uniform prompts of all ranks (see `resample`). All samples of a prompt must
-    be on the same rank."""
+    """Returns the ids of the prompts, on all ranks, whose samples all have the same reward. All samples of a
+    prompt must be on the same rank."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
@@ -542,7 +544,7 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     layout = assign(lengths, forward_flops(lengths, lengths**2), prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
-    version = step if cfg.carry else None  # None: all tokens are from this step's weights
+    version = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
     minibatches = [[pack(some, version).to(world.device) for some in minibatch]
                    for minibatch in dist.balance(samples, keys, layout)]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
@@ -573,7 +575,7 @@ def number_samples(samples: list[Sample], n_prompts: int,
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
     """Returns the samples with `prompt_share`, the weight of a token's loss with --aggregation prompt:
-    1 / (the prompt's tokens in the loss × number of prompts in the loss). Both are counted in the minibatch.
+    1 / (this prompt's tokens in the minibatch's loss × number of prompts in the minibatch's loss).
 
     keys, prompts: from `number_samples`
     layout[minibatch][rank][pack]: the pack's samples, numbered as in `number_samples`"""
@@ -677,7 +679,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
-    tokens, responses: `counts` of the update"""
+    tokens, responses: numbers of tokens and responses in the loss of the whole update"""
     logp, entropy = logprobs(model, p, cfg.temperature)
     old = p.old_logp
     if old is None:
@@ -814,7 +816,7 @@ if __name__ == "__main__":
         why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
         if lost:
-            time.sleep(2)  # torchrun must first see the peer that failed
+            time.sleep(2)  # let the failed peer end first, because torchrun prints the first failure
         else:
             tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads that may wait for another rank

@@ -68,7 +68,7 @@ def flip_sign(cfg: Config) -> None:
 
 def pack_mean(cfg: Config) -> None:
     """A deliberate bug: averages the loss over each pack, then over packs. This is wrong if packs have
-    unequal numbers of responses."""
+    unequal numbers of responses (with --aggregation token: of tokens)."""
     right_counts, right_loss, packs_of = train.counts, train.policy_pack_loss, []
 
     def counts(packs):
@@ -121,8 +121,9 @@ def wrong_grades(cfg: Config, share: float) -> None:
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces HOOKS[name] by the function `name` of the user's file. `text`: the file's hash, by which
-    `key_of` tells an edited file from the old one."""
+    """Replaces HOOKS[name] by the function `name` of the user's file.
+
+    text: the file's hash, which is not used here; with it, `key_of` gives an edited file another hash"""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -153,7 +154,7 @@ def recipe(preset: str, reference: str = "grpo", **flags: Any) -> Variant:
 
 
 def gap(stale: int = 0, nats: float = 0.0, mismatch: str = "none", high: float = 2.0) -> Variant:
-    """Returns GRPO with engine_gap(stale, nats). mismatch, high: --mismatch and its upper bound."""
+    """Returns GRPO patched by engine_gap(stale, nats), with --mismatch `mismatch` and its upper bound."""
     flags = dict(mismatch=mismatch, mismatch_bounds=(0.0, high))
     return Variant("grpo", flags, engine_gap, dict(stale=stale, nats=nats))
 
@@ -242,8 +243,8 @@ NO_CHANGE = ("recompute",)  # settings that change a run's speed but not its res
 
 
 def key_of(cfg: Config, variant: Variant) -> str:
-    """Returns the hash of a run's settings and patch. Settings with default values are left out, so that a
-    new field of Config does not change the hash."""
+    """Returns the hash of a run's settings and patch, by which finished runs are found. Settings with default
+    values are left out, so that a new field of Config does not change the hash."""
     default = asdict(Config())
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
@@ -372,7 +373,7 @@ def steps_to(row: dict, threshold: float) -> int:
     return next((i for i in range(2, len(rewards)) if fmean(rewards[i - 2:i + 1]) >= threshold), STEPS)
 
 
-MEASURES = {  # name of a measured number -> function of a run's results and task
+MEASURES = {  # name of a measure -> function(a run's results, the run's task)
     "accuracy": lambda row, task: row["accuracy"] or 0.0,
     "steps to threshold": lambda row, task: steps_to(row, TASKS[task][1]),
     "samples": lambda row, task: float(row["samples"]),
@@ -573,7 +574,10 @@ def weights_of(base: str) -> str:
 
 
 def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs whose hash equals keys[task, variant, seed], the result of `key_of`."""
+    """Returns the finished runs whose settings have the hash keys[task, variant, seed].
+
+    keys: (task, variant, seed) -> result of `key_of`
+    vary: whether to read the runs of --vary too"""
     runs = {}
     for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
         for row in read_jsonl(file):

@@ -2,22 +2,22 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
 
     python -m bench.equality [--before 3d91407] [--failures] [--unseen] [--draws 4]
 
-The pairs of answer and gold answer:
-    seen      two thirds of the synthetic pairs of bench/equality_pairs.py, where --draws is the number of
-              random draws per template
-    unseen    the other third of these pairs
-    foreign   794 pairs of bench/equality_foreign.jsonl, by another author
-    second    204 more pairs of equality_foreign.jsonl, written before the grader's second revision
-    golds     two thirds of the pairs of bench/equality_golds.txt, with gold answers as in competitions
-    others    the other third of these pairs
-Nobody looks at `unseen` and `others` while improving the grader. Without --unseen they are left out.
+A pair is an answer and a gold answer. The sets of pairs:
+    seen      synthetic pairs (bench/equality_pairs.py), with --draws random draws per template
+    unseen    held-out synthetic pairs
+    foreign   794 pairs by another author (bench/equality_foreign.jsonl)
+    second    204 more pairs of that file, written before the grader's second revision
+    golds     pairs with gold answers as in competitions (bench/equality_golds.txt)
+    others    held-out pairs of that file
+About a third of the synthetic pairs and of bench/equality_golds.txt is held out: nobody looks at these pairs
+while improving the grader. Only --unseen measures them.
 
 The graders:
     before         grading/answers.py of the commit --before
     after          grading/answers.py of the working tree
     math-verify
 
---failures prints the wrong verdicts of `after`, except on pairs of `unseen` and `others`. --unseen writes
+--failures prints the wrong verdicts of `after`, except on held-out pairs. --unseen writes
 bench/results/equality.md and equality.json.
 """
 
@@ -39,7 +39,7 @@ from bench.common import RESULTS, ROOT, arguments, markdown, say
 from bench.equality_pairs import Pair, pairs, unseen
 from grading.answers import grade
 
-SECONDS = 5  # CPU seconds for one pair
+SECONDS = 5  # maximum CPU seconds for one pair
 PARTS = {"seen": "synthetic, two thirds, seen", "unseen": "synthetic, one third, unseen",
          "foreign": "by another author", "second": "written before the grader's second revision",
          "golds": "gold answers as in competitions, two thirds, seen",

@@ -29,7 +29,8 @@ class Pair(NamedTuple):
 
 
 def pairs(draws: int = 4, seed: int = 0) -> list[Pair]:
-    """Returns the pairs of the templates, each filled `draws` times, and of `varied`, without repetitions."""
+    """Returns the pairs of `drawn` and `varied`, without repetitions. `drawn` fills each template `draws`
+    times."""
     found = {}
     for name, answer, gold, same in (*drawn(draws, seed), *varied(seed)):
         found[answer, gold] = name, same

@@ -42,7 +42,8 @@ nats.
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns for each name in LIMITS the model's largest difference. A text says why vLLM was not run."""
+    """Returns name -> the model's largest difference, for each name in LIMITS. If vLLM was not run, the value
+    of "vLLM engine" is a text that begins with "not run"."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],

@@ -1,12 +1,12 @@
-"""Measures the grader: typical answers per second, and whether 1,000 hostile answers do any harm.
+"""Measures how many typical answers the grader grades per second. Then tests it with 1,000 hostile answers.
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
 The printed `math_verify_a_second` counts only the answers that need math-verify. Hostile answers are those
-of tests/test_reward.py, each in five variants.
+of tests/test_reward.py, each in five variants. Their grade must be "timeout", "unparsed" or "wrong".
 
-The exit status is 1 if the grade of a typical answer is wrong, if the grade of a hostile answer is not
-timeout, unparsed or wrong, or if the grader fails afterwards.
+The exit status is 1 if an answer gets another grade than it must, or if the grader no longer works after the
+hostile answers.
 """
 
 from __future__ import annotations

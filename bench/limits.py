@@ -36,8 +36,8 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def peak_memory(f: Callable[[], object], device: torch.device) -> int:
-    """Returns the peak memory during f() minus the memory before, in bytes. The memory is that of torch's
-    allocator on a GPU, of this process on a CPU (Linux only)."""
+    """Returns the peak memory during f() minus the memory before, in bytes. On a GPU, counts the memory of
+    torch's tensors; on a CPU, the memory of this process (Linux only)."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

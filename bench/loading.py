@@ -7,7 +7,7 @@ The default model takes 2 GB of disk. Prints one JSON line per rank:
     peak_gib         peak memory while loading, minus the memory before
     by_share         peak_gib / share_gib; about 1 if the rank reads only its own slices
     within           whether peak_gib is at most 1.3 × share_gib + one layer
-    file_pages_gib   pages of the mapped files; not in peak_gib
+    file_pages_gib   peak memory of mapped files (the weights), minus the memory before; not in peak_gib
 """
 
 from __future__ import annotations

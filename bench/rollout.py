@@ -103,7 +103,7 @@ def main() -> None:
     for i in range(args.rounds + 1):
         weights = dist.full_weights(policy, world.device)
         rounds.append(measure_round(engine, name, weights, prompts, args, i))
-    bandwidth = copy_bandwidth(world.device)  # measured last: it would raise the rounds' peak memory
+    bandwidth = copy_bandwidth(world.device)  # last, because its tensors raise the peak memory
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
     facts = {"bench": "rollout", "device": device, "engine": name, "torch": torch.__version__,
              "vllm": sys.modules["vllm"].__version__ if name == "vllm" else None, "dtype": str(world.dtype),

@@ -22,7 +22,7 @@ import train
 from bench.common import arguments, new_folder, say
 from configs import PRESETS, user_errors
 
-BLOCK = 5  # steps between saves
+BLOCK = 5  # training steps in a block
 
 
 def middle(values: list[float]) -> list[float]:
@@ -38,7 +38,7 @@ def differences(blocks: dict[bool, list[float]]) -> list[float]:
 
 def main() -> None:
     args = arguments(__doc__, model="runs/tiny-base-0", pairs=20, preset="tiny-ppo", out="runs/saving")
-    still = 1e-30  # changes no weight, so every block does the same work
+    still = 1e-30  # a learning rate that changes no weight, so every block does the same work
     cfg = replace(PRESETS[args.preset], model=args.model, data=(f"{args.model}/train.jsonl",), eval_data=(),
                   out=args.out, lr_decay="constant", save_every=0, steps=1 + BLOCK, policy_lr=still,
                   critic_lr=still)
@@ -50,7 +50,7 @@ def main() -> None:
     cpu: dict[bool, list[float]] = {False: [], True: []}
     run.start = 1  # not 0, because step 0 prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
-        # The order without, with, with, without cancels a slow drift of the machine's speed.
+        # Of four blocks, the second and third save, so that a slow drift of the machine's speed cancels.
         saves = block % 4 in (1, 2)
         began, cpu_began = time.perf_counter(), time.process_time()
         if saves:

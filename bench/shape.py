@@ -2,8 +2,8 @@
 
     python -m bench.shape OUT [--size 0.5b]
 
-The folder also has the demo's tokenizer, and problems such as 12+30= in train.jsonl. The tokenizer is small,
-so most sampled tokens have no text.
+The folder also has the demo's tokenizer, and problems such as 12+30= in train.jsonl. Except for
+--size tiny, the model has far more tokens than the tokenizer, so most sampled tokens have no text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
-    """Returns the Hugging Face config of a shape in tools.plan.KNOWN. layers, vocab: 0 means the shape's."""
+    """Returns the Hugging Face config of KNOWN[size]. layers, vocab: replace the shape's values, if not 0."""
     from transformers import Qwen2Config
 
     from tools.plan import KNOWN
@@ -29,8 +29,8 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
-    """Writes the folder `out`: random bf16 weights, tokenizer and train.jsonl. Returns its path. chat: add a
-    chat template."""
+    """Writes the model folder `out`: random bf16 weights, a tokenizer and train.jsonl. Returns the folder's
+    path. size, layers, vocab: see `config_of`. chat: whether the tokenizer has a chat template."""
     import torch
     from transformers import Qwen2ForCausalLM
 

@@ -65,7 +65,7 @@ def main() -> None:
         run.grader.close()
         run.log.close()
         rows = [r for r in read_metrics(Path(folder, "run")) if "reward" in r][WARMUP:]
-        dist.gather(None)  # wait for all ranks to read the folder: rank 0 then removes it
+        dist.gather(None)  # rank 0 removes the folder next, so wait until every rank has read it
     if not world.main:
         return
     require(len(rows) > 0, f"no steps after the first {WARMUP}", f"--steps {WARMUP + 1} or more")

@@ -38,7 +38,7 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an engine's operations."""
+    """Durations of an engine's operations, in seconds."""
 
     step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
     prefill: float  # per token that is prefilled again
@@ -49,8 +49,8 @@ class Cost:
 
 
 def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Cost) -> float:
-    """Returns one engine's seconds for tokens[i] more tokens of each response i, after context[i] tokens of
-    prompt and response. At most `slots` responses run at once."""
+    """Returns how many seconds one engine takes to decode. Response i starts with context[i] tokens (prompt
+    and response so far) and gets tokens[i] more. At most `slots` responses run at once."""
     ends, starts = [], np.zeros(len(tokens), np.int64)
     for i, count in enumerate(tokens):
         starts[i] = heapq.heappop(ends) if len(ends) == slots else 0
@@ -65,8 +65,8 @@ def decode_seconds(tokens: np.ndarray, context: np.ndarray, slots: int, cost: Co
 
 
 class Simulation:
-    """Simulates consecutive rollouts. prompt: tokens of each prompt. lengths(count) draws the lengths of
-    `count` responses to one prompt."""
+    """Simulates consecutive rollouts. prompt: number of tokens of every prompt. lengths(count) draws the
+    lengths of `count` responses to one prompt."""
 
     def __init__(self, cfg: Config, engines: int, cost: Cost, prompt: int,
                  lengths: Callable[[int], np.ndarray]) -> None:
@@ -79,9 +79,9 @@ class Simulation:
     def step(self, step: int) -> dict[str, float]:
         """Simulates one step's rollout. Returns a dict:
 
-            seconds              of the rollout
+            seconds              duration of the rollout
             idle                 fraction of the engines' time in which they wait
-            staleness, oldest    mean and largest age in steps of the weights that sampled the tokens
+            staleness, oldest    mean and largest age of a token: number of steps since its sampling
             tokens               number of tokens in the step's samples"""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
         moved = set(self.going)  # keys to prefill again: all, as the weights are new
@@ -119,7 +119,8 @@ class Simulation:
                 "oldest": max((age for age, _ in ages), default=0), "tokens": total}
 
     def _round(self, keys, moved, step):
-        """Returns one engine's seconds for a round of the responses `keys`. moved: keys to prefill again."""
+        """Simulates one round of one engine: each response of `keys` gets up to --round_len tokens (0: all
+        its tokens). Returns the duration in seconds. moved: keys to prefill again."""
         if not keys:
             return 0.0
         reread = 0
@@ -155,7 +156,7 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
     alike: correlation of these logarithms between two responses to the same prompt"""
     rng, normal = np.random.default_rng(seed), np.random.default_rng(1).standard_normal(200_000)
     center = math.log(mean)
-    for _ in range(30):  # until the mean of the lengths, cut at `cap`, is `mean`
+    for _ in range(30):  # moves the center until lengths cut at `cap` have this mean
         center += math.log(mean / np.minimum(np.exp(center + sigma * normal), cap).mean())
 
     def draw(count):

@@ -82,8 +82,9 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """The thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the responses have only
-    filler and a guessed answer, and 15 % have the addition twice."""
+    """With slip = 0, the thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the
+    thoughts are only filler words, and their answers are guesses. 15 % of the thoughts have the addition
+    twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -94,8 +95,8 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. With slip > 0, up to three random calculations may come
-    before the right one or replace it."""
+    """numbers: four numbers and three operators. With slip > 0, the thought may have up to three calculations
+    with random operators, before the right calculation or instead of it."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -108,7 +109,7 @@ def countdown(numbers, rng, slip):
 
 def worked(numbers) -> tuple[str, int | None]:
     """Returns a calculation and its result, such as (`8-3=5*4=20+2=22`, 22). The result is None if a step
-    gives no integer from 0 to 99."""
+    gives no integer from 0 to 99. numbers: four numbers, then three operators."""
     x, text = numbers[0], str(numbers[0])
     for n, sign in zip(numbers[1:4], numbers[4:], strict=True):
         exact = sign != "/" or x % n == 0
@@ -120,12 +121,13 @@ def worked(numbers) -> tuple[str, int | None]:
 
 
 def draw_countdown(rng: random.Random, four: tuple = ()) -> tuple:
-    """Returns four random numbers (or `four`) and three random operators for which `worked` has a result."""
+    """Returns four random numbers and three random operators that give a result of two digits. If `four` has
+    four numbers, takes these instead, and the result may also have one digit."""
     while True:
         chosen = four or [rng.randint(1, 9) for _ in range(4)]
         numbers = (*chosen, *(rng.choice("+-*/") for _ in range(3)))
         result = worked(numbers)[1]
-        if result is not None and (four or result >= 10):  # targets have two digits
+        if result is not None and (four or result >= 10):  # all prompts must be equally long
             return numbers
 
 
@@ -153,7 +155,7 @@ def distinct(rng: random.Random, work: Callable, draw: Callable) -> list[tuple]:
 
 def think_pairs(rng: random.Random) -> list[tuple]:
     drawn = pairs(rng, 2)
-    think(drawn[0], rng, 0)  # advances `rng`, to get the base model of ablations.md
+    think(drawn[0], rng, 0)  # advances `rng`; otherwise the base model would differ from ablations.md's
     return drawn
 
 
@@ -175,8 +177,8 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip: in the last third of the texts, the probability that a number is wrong
-    guesses: in the last third, the probability of a guessed answer without a thought
+    slip: in the last third of the pretraining texts, the probability that a number is wrong
+    guesses: in the same third, the probability of a guessed answer without a thought
     of_row: more fields of the rows in the data files"""
     before, after, form = style
 

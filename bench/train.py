@@ -1,7 +1,7 @@
 """Measures the phases of training without an engine, on synthetic packs and random models of any shape.
 
     python -m bench.train [--size tiny] [--pack 4096] [--segment 512] [--packs 2] [--rounds 5]
-                          [--recompute none] [--layers 0] [--vocab 0]    # 0: as in --size
+                          [--recompute none] [--layers 0] [--vocab 0]
 
 The phases:
     logprobs   log-probs without gradients
@@ -9,6 +9,7 @@ The phases:
     critic     an update of the critic
     head       the policy's output layer alone: log-probs from random hidden states, and gradients
 
+--size is the shape of the models (tools/plan.py). --layers and --vocab change the shape; 0 changes nothing.
 An update has --packs packs. A pack has --pack tokens, in segments of --segment tokens. With --recompute N,
 the first N layers keep only their input.
 

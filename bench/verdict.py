@@ -30,7 +30,7 @@ def main() -> None:
     residual = values("mem/residual_gb")
     seconds = values("time/wake", "time/sync", "time/sleep")
     # Reasons for two of the limits:
-    # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver; NCCL's buffers add to this.
+    # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver without NCCL. NCCL needs buffers too.
     # 0.03 nats: rounding causes a mean gap of 0.026, stale weights or a wrong temperature 0.1 or more.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),

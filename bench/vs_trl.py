@@ -38,7 +38,7 @@ from bench.common import RESULTS, arguments, say, torchrun
 
 SIDES = ("torz", "trl", "trl_tuned")
 MARK = "vs_trl: "
-TURN = 4  # steps in a turn
+TURN = 4  # steps that a process trains before it pauses for the other processes
 PROMPTS, SAMPLES, TOKENS, LR, BETAS = 16, 8, 64, 3e-4, (0.9, 0.99)
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864",
           "MALLOC_MMAP_THRESHOLD_": "33554432"}
@@ -63,7 +63,7 @@ class Turns:
         self.start, self.steps = 0.0, 0
 
     def step(self, reward: float) -> None:
-        """Reports a step. After every TURN steps, waits for a line on stdin."""
+        """Prints a step's seconds and reward. After TURN steps, pauses until Job.turn writes to stdin."""
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             row = {"seconds": time.monotonic() - self.start, "reward": reward}

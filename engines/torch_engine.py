@@ -66,8 +66,9 @@ class Cache:
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Make the cache consist of the rows `parents` (n,): sorted row numbers, which may repeat. Returns
-        the new row number of each parent, (n,). Most rows stay where they are, because copying takes time."""
+        """Keep n rows and drop all others. `parents` (n,) has the numbers of the rows to keep, sorted. A row
+        whose number is given k times is kept as k equal rows. Returns the new numbers, (n,), in the order of
+        `parents`. Most rows stay where they are, because copying takes time."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]
@@ -85,9 +86,8 @@ LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute its
 
 
 class FusedDecoder:
-    """Computes a decoding step with fewer operations than the model's own modules. This is faster on a CPU.
-
-    For model types outside LLAMA_LIKE, it calls these modules."""
+    """Computes a decoding step. For the model types LLAMA_LIKE, it needs fewer operations than Policy.hidden,
+    and so less time on a CPU. For other model types, it calls Policy.hidden."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.layers = policy, []
@@ -105,8 +105,8 @@ class FusedDecoder:
         self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Returns the last hidden states (R, D) for one new token in each row of the cache. tokens,
-        positions: (R,)."""
+        """Runs the model on one new token in each row of the cache. Returns the hidden states (R, D) after
+        the last norm. tokens, positions: (R,)."""
         if not self.fused:
             return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
         x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
@@ -169,7 +169,8 @@ class TorchEngine(Engine):
             yield from self._wave(wave, requests, limits, temperature, key, top_p)
 
     def _wave(self, wave, requests, limits, temperature, key, top_p):
-        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each at its end."""
+        """Decodes the responses to requests[k], for k in `wave`, as one batch. Yields each response as a
+        Sample when it has ended."""
         limit = self._tensor([limits[k] for k in wave])
         steps = int(limit.max())
         draws = self._tensor(np.stack([uniforms((*key, *k), steps) for k in wave]))
@@ -196,7 +197,7 @@ class TorchEngine(Engine):
                 where, token, ids, logp, draws, limit, lengths = (
                     x[running] for x in (where, token, ids, logp, draws, limit, lengths))
             if done or cache.rows < len(where):
-                # Each distinct pair (row, token) gets one row of the cache.
+                # Responses share a row if they shared a row before and sampled the same token.
                 prefix, of_response = (where * self.config.vocab_size + token).unique(return_inverse=True)
                 where = cache.compact(prefix // self.config.vocab_size)[of_response]
             cache.column = cache.width + t
@@ -204,8 +205,9 @@ class TorchEngine(Engine):
             hidden = self.decoder.step(*of_row, cache)
 
     def _prefill(self, prompts, steps):
-        """Runs the model on B `prompts` (tuples of tokens). Returns the cache with R rows, each prompt's row
-        (B,), and each row's last hidden state (R, D)."""
+        """Runs the model on B `prompts` (tuples of tokens), of which R are distinct. Returns the cache with
+        a row for each distinct prompt, the row number of each prompt (B,), and the hidden state of the last
+        token in each row (R, D)."""
         row_of = {p: row for row, p in enumerate(dict.fromkeys(prompts))}
         distinct, last = list(row_of), []
         lengths = self._tensor([len(p) for p in distinct])
@@ -277,6 +279,7 @@ def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
 def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
     texts += [""] * (vocabulary - len(tokenizer))
-    # The end of a character split over tokens decodes to U+FFFD, so such a token may end a stop string.
+    # A token may hold only the last bytes of a character. Its text then starts with U+FFFD, and the token may
+    # complete a stop string.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
     return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

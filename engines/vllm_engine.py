@@ -44,7 +44,8 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # FSDP frees embedding and head. For some models, vLLM copies them only later, so vLLM gets clones.
+        # For some models, vLLM copies embedding and head only after the last weight. FSDP has freed both by
+        # then, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -57,7 +58,7 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. vLLM is already asleep if a wake-up has failed."""
+        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)

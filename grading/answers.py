@@ -16,10 +16,11 @@ What counts as equal:
 
 - Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation is wrong:
   `3+4` does not equal 7. The comment above OPERATIONS has the rules.
-- A text that can't be read as a whole, such as `3@\frac{1}{2}`, is a wrong answer. As a gold answer it can
-  raise ValueError.
-- A decimal may round the other number, by at most one part in a million: `0.3333333` equals `1/3`, `0.33`
-  does not. Two decimals with the same number of places must be equal. Integers are exact.
+- An answer that can't be read as a whole, such as `3@\frac{1}{2}`, is wrong. `grade` may raise ValueError for
+  such a gold answer.
+- A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
+  equals `1/3`, `0.33` does not. Two decimals with the same number of places must be equal. Integers are
+  exact.
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
@@ -348,8 +349,8 @@ class Reading(NamedTuple):
 
         kind        parts
         number      a Number
-        quantity    (Reading of the number, words of the unit, whether a word looks like a unit). cm looks
-                    like a unit, and nearly does not. So 5 cm equals 5, and 5 nearly does not
+        quantity    (Reading of the number, words of the unit, whether one of the words looks like a unit).
+                    The word `cm` looks like a unit; the word `nearly` does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
                     1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
@@ -374,15 +375,15 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
-# Words after a number are its unit: `5 meters`. But if one of them is in NO_UNIT or matches PART, the number
-# and the words together are a text: `10 dozen` does not equal 10.
+# Words after a number are its unit: `5 meters`. But if one of the words is in NO_UNIT or matches PART, the
+# Reading has the kind "text" instead of "quantity". So `10 dozen` does not equal 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
-# `5 cm` and `5 pizzas` equal 5, because cm is in ALIASES, and pizzas looks like a noun. `5 nearly`
-# does not. Nouns match MANY (plurals). But after a number up to 1 (`1 pizza`), nouns match ONE.
+# If the gold answer is 5, `5 cm` and `5 pizzas` are right, because cm and pizzas look like units. Words that
+# look like units are in ALIASES or match MANY. After a number up to 1 (`1 pizza`), ONE replaces MANY.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -448,8 +449,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 
 def _read_list(text, depth):
-    r"""Returns the Reading of parts separated by `;`, or by `,` if there is no `;`. 1\pm2 has the parts 1+2
-    and 1-2. None for any other text. "x=1; x=2" gives the kind "named", "x<1; x>2" the kind "intervals"."""
+    r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
+    `;`. 1\pm2 is a list of 1+2 and 1-2. The kind is "named" for "x=1; x=2", "intervals" for "x<1; x>2"."""
     parts, found = _split(text, "group")
     if not found:
         parts, found = _split(text, "list")
@@ -550,7 +551,7 @@ def _read_inequality(text, depth):
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
-    [x,x]. Returns [] if the Reading is no interval: in (2,1), the upper edge is below the lower one."""
+    [x,x]. Returns [] if the Reading stands for no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
     if kind == "intervals":
         return parts[1]
@@ -665,29 +666,32 @@ def _number(text):
 # repeating the problem. If the gold answer is a number, the expression 3+4 is wrong. What an answer
 # may contain, and when:
 #
-#     fraction of integers        always: 6/8. But neither 84/2, because its value is an integer, nor a ratio
-#                                 of roots such as \frac{\sqrt{30}}{\sqrt3}
-#     sum of like terms           if the gold answer has one, too: 2\pi+3\pi does not equal 5\pi
-#     product of numbers          if the gold answer has one, or a power: 2\cdot2^{2023} equals 2^{2024}
-#     power or factorial          if the gold answer has one: neither 2^3x nor (2x)^3 equals 8x or 8x^3.
-#       of a number               Also in an equation with powers: x^2+y^2=5^2 equals x^2+y^2=25
+#     fraction of integers        always: 6/8. Two exceptions: 84/2, because its value is an integer, and a
+#                                 ratio of roots such as \frac{\sqrt{30}}{\sqrt3}
+#     sum of like terms           if the gold answer has such a sum: 2\pi+3\pi does not equal 5\pi
+#     product of numbers          if the gold answer has such a product or a power of a number:
+#                                 2\cdot2^{2023} equals 2^{2024}
+#     power or factorial          if the gold answer has one: 2^3x does not equal 8x, and (2x)^3 does not
+#       of a number               equal 8x^3. Also in an equation with powers: x^2+y^2=5^2 equals x^2+y^2=25
 #     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
-#     an operation of OPERATIONS  if the gold answer matches the same pattern at least as often: \sin60^\circ
-#                                 does not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
+#     match of an OPERATIONS      if the gold answer matches this pattern at least as often: \sin60^\circ does
+#       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
 #
-# If the gold answer has a variable, the answer may match the last two patterns of OPERATIONS more often than
-# the gold answer, if that matches at all. A pattern that ends with .* counts several operations as one.
+# For the last two patterns of OPERATIONS (roots and logarithms), the rule is looser if the gold answer has a
+# variable. Then one match in the gold answer allows any number of matches in the answer. A pattern that ends
+# with .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
     r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    # Logarithms. \ln\frac32 counts as two, so \ln3-\ln2 equals it. \frac{\ln3}{\ln2} counts as one.
+    # Logarithms. \ln\frac32 counts as two, so the answer \ln3-\ln2 may equal the gold answer \ln\frac32.
+    # \frac{\ln3}{\ln2} counts as one.
     r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
-# A ratio of integers, also times an integer, and an integer times a fraction. The parser turns \frac{84}{2}
-# into 42, so `_calculations` searches the text for these.
+# Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
+# turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
 RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d|\(\d[^-+()]*\))?"
                    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-")
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
@@ -717,8 +721,8 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
-    """Returns what `grade` returns, without math-verify; None if only math-verify can decide. Raises
-    UserError for an unknown kind."""
+    """Decides what `grade` can decide without math-verify. `prove` compares all other expressions (see
+    `_same`). By default, the result for them is None. Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -820,8 +824,8 @@ def _all(verdicts):
 
 
 def _same_quantity(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, a
-    word of this unit must look like a unit (`free`): 5 cm equals 5, but 5 nearly does not."""
+    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
+    unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
     if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
@@ -885,7 +889,7 @@ def _parse(text):
         return None
     text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
     text = re.sub(r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text)  # [x] is the integer part
-    # Otherwise \gamma+1 is the gamma function, and I the imaginary unit.
+    # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
     text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
@@ -907,8 +911,9 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't be parsed. math-verify may
     raise further errors.
 
-    tolerance: largest relative difference of two numbers if one has a decimal point; None: 1e-6. With a
-    tolerance, `answer` may have calculations that `gold` lacks."""
+    tolerance: largest relative difference of two numbers of which one has a decimal point; None: 1e-6. If
+    `gold` is an integer, no difference is allowed. With a tolerance, calculations that `gold` lacks are
+    allowed."""
     from math_verify import verify
     from sympy import Eq, cancel, numer, together
 
@@ -952,7 +957,7 @@ def _calculations(text):
             node.exp == -1 and node.base.is_integer)
         if not done and (value.is_rational or any(f.is_rational or not f.is_Atom for f in numbers)
                          or value.is_number and (node.has(I) or isinstance(node, Abs))):
-            found.add("power")  # also a factorial and |1-\sqrt2|
+            found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
         # The factors of 1/(ab) are 1/a and 1/b.
         factors = [x for f in flatten([node], cls=Mul) for x in (
             [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f])]
@@ -960,7 +965,8 @@ def _calculations(text):
         powers = [f.as_base_exp() for f in factors if not f.is_rational]
         divides = -1 in (exp for _, exp in powers)
         bases = [base for base, exp in powers if exp != 1 or divides]
-        # 3\pi/2 has one numerator and one denominator other than 1 and -1. x^2/x has the base x twice.
+        # Undone: two numerators or denominators other than 1 and -1, and the same base twice (x^2/x). 3\pi/2
+        # has one numerator and one denominator, so nothing is undone.
         tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
         if (len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer
                 or len({*bases}) < len(bases)):

@@ -128,7 +128,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
-        # An answer such as 2 may be a choice's index. A response with the choice's text would count as wrong.
+        # A number that is no choice's text may be a choice's index. It is refused, because a right response
+        # with the choice's text would count as wrong.
         named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
@@ -213,7 +214,7 @@ def _is_number(value):
 
 
 def _plain_text(value):
-    """Returns a text, or a finite number as text; None for anything else."""
+    """Returns `value` as text if `value` is a text or a finite number, else None."""
     if isinstance(value, str):
         return value
     if isinstance(value, JsonNumber):
@@ -247,14 +248,16 @@ def _answer(fields, where):
 
 
 def _form(text):
-    """Returns where the answer is in the text of a gold answer, which may also have a worked solution."""
+    """Returns where `text` has the gold answer: in "a box", after "####", or in "the whole text"."""
     return ("a box" if "\\boxed" in text or "\\fbox" in text else
             "####" if "####" in text else "the whole text")
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns warnings, one line each, about rows whose gold answer may be wrong: Row.form is not that of
-    most rows, or the answer to a math problem has several words. rows: (number, Row) of one file"""
+    """Returns warnings, one line each, about two kinds of rows whose gold answer may be wrong: rows whose
+    form is not the most common form, and math problems whose answer has several words.
+
+    rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
     odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]
@@ -266,7 +269,7 @@ def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
 
 
 def _out_of_list(text):
-    """Returns 5 for the text ["5"], and any other text unchanged."""
+    """If `text` is a JSON list of one string, such as ["5"], returns the string. Else returns `text`."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(text) if text.startswith('["') else None
         if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):

@@ -9,8 +9,8 @@ On some responses math-verify hangs, fills the memory or crashes, so it runs in 
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
 
-A chunk is one message with up to CHUNK requests. A process with CUDA and threads must not fork, so a server
-forks the workers.
+A request asks for one comparison of answers or one call of a user's function. A chunk is one message with up
+to CHUNK requests. The trainer has CUDA and threads, so it must not fork. A server forks the workers instead.
 
 Departures from Open-Reasoner-Zero:
 
@@ -51,16 +51,16 @@ MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 CACHE = 16_384  # maximum number of cached grades
 MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 CHUNK = 16  # maximum number of requests in a chunk
-LARGEST = 3.4028234e38  # largest float32; a pack stores rewards as float32
+LARGEST = 3.4028234e38  # largest float32; data.Pack has float32 rewards, so a larger reward is an error
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
-WALL = 4  # wall-time limit of a chunk, as a multiple of its CPU deadline; it ends a worker that sleeps
+WALL = 4  # wall-time limit of a chunk / its CPU-time limit; needed, as a sleeping worker uses no CPU time
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = ["response", "answer", "kind", "problem", "row", "sample"]  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
-# pickle looks up a function's module in sys.modules. `serve` removes `grading` from there, so this file runs
-# as __main__.
+# pebble pickles `_grade_chunk` and its results, so their module must be in sys.modules. `serve` removes
+# `grading` from sys.modules. Therefore this file runs as the module __main__.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
@@ -145,8 +145,8 @@ def _reply(*request):
             raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
-        # `encode` raises an error for a lone surrogate. The result is a plain str, because the server can't
-        # unpickle a user's subclass of str.
+        # The text must be valid Unicode: `encode` raises an error for a lone surrogate. `decode` returns a
+        # plain str, because the server can't unpickle a user's subclass of str.
         text = text.encode().decode()
     if reward is not None:
         reward = _as_reward(reward, "the environment's reward")
@@ -171,7 +171,7 @@ def _modules_beside(spec):
     Afterwards these modules are in `_modules` and not in sys.modules, because two users' files may import
     modules of the same name."""
     folder = os.path.dirname(spec)
-    before = set(sys.modules)  # taken before `update`, so that `added` has the modules of `_modules`
+    before = set(sys.modules)  # before `update` adds the folder's modules, because `added` must include them
     sys.path.insert(0, folder)
     sys.modules.update(_modules.get(folder, {}))
     try:
@@ -181,7 +181,7 @@ def _modules_beside(spec):
             sys.path.remove(folder)
         added = sys.modules.keys() - before
         if added:
-            # Finds the folder's modules by name: lazy modules such as torch.classes have no usable __file__.
+            # Modules are found by name, because lazy modules such as torch.classes have no usable __file__.
             names = {file.partition(".")[0] for file in os.listdir(folder)} - before
             _modules[folder] = _take_modules(names, added)
 
@@ -196,7 +196,8 @@ def _grade_chunk(requests, deadline):
     """Returns the outcomes of the requests, and the mean seconds of a request. An outcome is
     (reward or Reply, reason, error message or None).
 
-    A timeout ends this process. Then the Grader sends each request again, alone."""
+    deadline: CPU seconds for the chunk. A request that takes more than its equal part ends this process. If
+        the chunk had several requests, the Grader then sends each of them again, alone."""
     outcomes, start = [], time.monotonic()
     for request in requests:
         # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
@@ -211,7 +212,9 @@ def _grade_chunk(requests, deadline):
 
 def _message(error, spec):
     """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
-    the line number. spec: "FILE.py:FUNCTION"; in a "compare" request, the answer (then no file is found)"""
+    the line number.
+
+    spec: "FILE.py:FUNCTION". For a "compare" request it is the answer; then the text names no file."""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -232,18 +235,19 @@ def _init_worker():
 
 
 # --- in the server
-# stdin has a JSON line [chunk number, requests] for each chunk.
-# stdout has a JSON line [chunk number, outcomes, seconds] for each chunk. Before them comes a line with the
-# chunk number 0, which says what was imported.
+# stdin: a JSON line [chunk number, requests] for each chunk.
+# stdout: first the JSON line [0, [imported functions or error, hashes of their files], 0], then a JSON line
+# [chunk number, outcomes, seconds] for each chunk.
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns name -> hash of a user's file, and of the files that it imported from its own folder.
+    """Returns name -> hash for a user's file and the files that it imported from its own folder.
 
-    spec: "FILE.py:FUNCTION". The result lists FILE.py as FUNCTION, other files as paths from its folder."""
+    spec: "FILE.py:FUNCTION". In the result, FILE.py has the name FUNCTION. The name of another file is its
+    path from the folder of FILE.py."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # If the folder has an entry `wandb`, `_modules` may have the installed wandb. `startswith` leaves it out.
+    # A subfolder `wandb` may put the installed wandb into `_modules`. `startswith` excludes its files.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -252,7 +256,9 @@ def user_files(spec: str) -> dict[str, str]:
 
 def _import_function(spec, known):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns (names of its parameters, `seconds`,
-    `parallel`). Without `seconds`, both numbers are 0. known: SCORE (reward) or TURN (--env)"""
+    `parallel`). Both numbers are 0 if the function declares no `seconds` (see Grader).
+
+    known: names that its parameters may have: SCORE for a reward, TURN for --env"""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)
@@ -275,8 +281,9 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. Its exit status at a planned end is ENDED, because a user's function may exit with 0.
-    pebble takes an `exitcode` of 0 for a planned end, and all others, such as a text, for a crash."""
+    """A worker process. Its exit status after MAX_TASKS chunks is ENDED, not 0, because a user's function may
+    end the process with 0. pebble reads `exitcode`: 0 means a planned end, any other value a crash. So for a
+    crash with status 0, `exitcode` is the text "0"."""
 
     def run(self):
         super().run()
@@ -342,14 +349,14 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
           compares: bool) -> None:
     """Run the server until stdin closes, the trainer (process `parent`) ends, or a pool of workers breaks.
 
-    functions: "FILE.py:FUNCTION" -> SCORE (reward) or TURN (--env)
+    functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env
     compares: whether the trainer will send "compare" requests"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"}, set(sys.modules))  # so a user's file can import its own `configs`
+    _take_modules({"configs", "grading"}, set(sys.modules))  # a user's file may import another `configs`
     found, files = {}, {}
     try:
         for spec, known in functions.items():
@@ -374,17 +381,17 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
 
 class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
-    can't be imported or has other parameters than below.
+    can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
     workers     number of worker processes
-    deadline    CPU seconds for one answer; its wall time may be WALL times as long
-    customs     reward functions "FILE.py:FUNCTION": function(response, answer, kind) -> float. The
-                function's parameters are some of SCORE. It gets its arguments by name.
-    compares    whether `submit` will compare answers; if so, the server first builds math-verify's tables
+    deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
+    customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
+                name, and returns a float.
+    compares    whether `submit` will compare answers; if so, the server first compares the pairs in WARM
     env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
                 depend only on the arguments.
     say         prints what the Grader waits for
-    stop        `results` waits only while this list is empty
+    stop        a list that a signal such as ctrl-C fills; then `results` stops waiting
 
     A function that waits, for example for a network, declares two numbers, as its attributes or as globals of
     its file: `seconds`, the deadline of a call in wall time, and `parallel`, the number of parallel calls.
@@ -401,7 +408,7 @@ class Grader(AbstractContextManager):
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # {function: result of `_import_function`}, or a failed import's error message
-        self.files = {}  # user's function -> its `user_files` at the first import
+        self.files = {}  # "FILE.py:FUNCTION" -> hashes of its files (see `user_files`) at the first import
         self._late = 0  # number of user-function calls in a row that timed out or ended a worker
         self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
         self.errors = {}  # type of an error -> its first message
@@ -436,10 +443,12 @@ class Grader(AbstractContextManager):
                extractor: str = "orz", custom: str = "", **more: Any) -> None:
         """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
 
-        key: the key in `results`
+        key: the response's key in `results`
+        text: the response
+        gold: the right answer
         stopped: whether the response ended with EOS or a stop string; if False, its reward is 0
-        custom: one of `customs`, which replaces the comparison
-        more: values of `problem`, `row` and `sample`"""
+        custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
+        more: values of the function's parameters `problem`, `row` and `sample`"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -456,8 +465,10 @@ class Grader(AbstractContextManager):
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue the call env(problem, text, turn), without waiting. `results` will have its Reply under
-        `key`, or, if the call fails, a Grade with the reason "error" or "timeout". turn: from 1"""
+        """Queue the call env(problem, text, turn), without waiting. `results` will return the Reply
+        for `key`. If the call fails, it will return a Grade with the reason "error" or "timeout" instead.
+
+        turn: number of the turn, from 1"""
         self._queue_call(key, "reply", self.env, dict(problem=problem, text=text, turn=turn))
         self._exchange(0)
 
@@ -485,7 +496,7 @@ class Grader(AbstractContextManager):
         if len(keys) > 1:
             return
         if request[0] != "compare" and self.known[request[1]][1]:
-            self._send([request])  # one call a chunk, so that slow calls run in parallel
+            self._send([request])  # has `seconds`: one call per chunk, so that the calls run in parallel
         else:
             self._waiting.append(request)
         if len(self._waiting) >= self._size:

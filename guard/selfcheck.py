@@ -18,8 +18,9 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 # Largest allowed mean of |engine's log-prob - trainer's log-prob|, in nats a token.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
-# Columns: start of the error message; factor of the weights that the engine gets; direction of the prompts
-# (-1: reversed, so that they are new to the prefix cache); likely causes.
+# Columns: start of the error message; factor that multiplies the engine's weights; order of a prompt's tokens
+# (-1: reversed); likely causes. The third stage's prompts are reversed to be new to the prefix cache. The
+# fourth stage repeats them to find a prefix cache that was not reset.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -61,13 +62,14 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns an error message about the first failed stage, or "". Also returns the largest mean of
-    |engine's log-prob - trainer's log-prob|, in nats a token.
+    """Returns an error message about the first failed stage, or "". Also returns the largest gap, in nats a
+    token. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy responses or
+    over its sampled ones. The stage with halved weights does not count.
 
     In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
     sampling, and sleeps. Its log-probs must agree with the trainer's. With halved weights, they must not.
 
-    weights: returns the weights for `Engine.awake`
+    weights(): the policy's weights, for `Engine.awake`
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens
 
     The ranks of one engine must go through all stages together."""

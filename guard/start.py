@@ -1,11 +1,11 @@
-"""The checks at the start of a run, in order. A failed check raises UserError, the same on every rank.
+"""The checks at the start of a run, in order. If a check fails, all ranks raise the same UserError.
 
-    preflight       one program on all ranks, one folder that no other run uses
-    check_same      the same data and weights on all ranks
-    check_fit       memory and disk
-    check_gold      Can the gold answers be graded?
-    selfcheck.py    Does the engine sample from the policy?
-    first_look      Do some of the first responses score above 0?"""
+    preflight       all ranks run the same program, and no other run uses the folder
+    check_same      all ranks read the same data and models
+    check_fit       memory and disk are large enough
+    check_gold      the gold answers can be graded
+    selfcheck.py    the engine and the trainer compute the same log-probs
+    first_look      some of the first responses score above 0"""
 
 import fnmatch
 import os
@@ -72,10 +72,13 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 
 
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
-    """Make the run's folder and take its lock.
+    """Make the run's folder and take its lock. Raises UserError if the folder:
 
-    Raises UserError if the folder is in use, not writable, not empty with --resume never, or has a file
-    of WRITTEN that no run wrote."""
+    - is in use or not writable
+    - is not empty, with --resume never (allowed after a restart by torchrun)
+    - has a file or folder of WRITTEN, but is not a run's folder
+    - has exports, but no complete checkpoint
+    - has something else in the place of an export"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -87,14 +90,14 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
                 "another --out")
         require("export" not in found or bool(ckpt.complete(folder)), f"{folder}/export is of a run whose "
                 "checkpoints are gone", "another --out, so that the exported models stay")
-        # Otherwise the export could fail at the end of the run.
+        # Checked now, so that the export at the end of the run does not fail.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
         lock.claim()
 
 
-# Files and folders that a run or tools.report writes, and .git. If they exist, the folder must be an earlier
-# run's.
+# Files and folders that a run or tools.report writes. A run overwrites them only in an earlier run's folder.
+# A folder with .git is no run's folder either.
 WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
            "export samples eval tb nonfinite plot.png report.html").split()
 
@@ -153,9 +156,11 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Returns the config with `date` set to the date in the prompts, or to "" if the prompts contain no date.
-    The date is --date, else `earlier` (from the checkpoint), else today on rank 0. A collective. Raises
-    UserError if --date has no effect."""
+    """Make the chat template print the same date during the whole run. Returns the config with this date as
+    `date`, or with "" if the template prints no date.
+
+    The date is --date, else `earlier` (from the checkpoint), else today's date on rank 0. A collective.
+    Raises UserError if --date is given, but the template prints no date."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -166,9 +171,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number instead of --shard_ranks auto. If the same number of ranks wrote the
-    checkpoint (`saved`: its state), takes --shard_ranks from it: another value would round gradients
-    differently."""
+    """Returns the config with a number instead of --shard_ranks auto. With the same number of ranks as at the
+    last save, the number comes from the checkpoint, so that gradients are rounded as before. Otherwise the
+    number comes from the plan. saved: the checkpoint's state"""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -234,8 +239,8 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py), and prints its first section. Raises UserError, with a
-    remedy, if the run does not fit. problems: number of prompts in an epoch."""
+    """Returns the run's plan (tools/plan.py), and prints the plan's section "run". Raises UserError, with a
+    remedy, if memory or disk is too small. problems: number of prompts in an epoch"""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -255,7 +260,7 @@ GOLD_LIMIT = 0.01  # a run does not start if more than this share of them can't 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers can't be graded. name: what the message calls the problems
+    """Print how many gold answers can't be graded. name: name of the data set in the message
 
     Raises UserError if the share of these answers is above GOLD_LIMIT, unless `refuse` is False or --go is
     given. Problems that only the user's functions grade are not checked."""
@@ -274,18 +279,18 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns the `indices` of problems whose gold answers can't be graded:
+    """Returns those of `indices` whose gold answers can't be graded. Such a gold answer:
 
-    - empty or too long
-    - kind "choice", but not a letter
-    - kind "math", and a comparison with a wrong answer raises an error or times out"""
+    - is empty or longer than MAX_ANSWER
+    - is not a letter, although its kind is "choice"
+    - has kind "math", and its comparison with a test answer raises an error or times out"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # A wrong answer, because math-verify parses the gold answer only if the two texts differ.
+            # The test answer is a wrong one: a text equal to `gold` is accepted before `gold` is parsed.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()

@@ -61,7 +61,7 @@ def print_stacks(head: str) -> None:
     """Print `head` and the stacks of this process. Each line is one write, so that lines of several ranks do
     not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        # faulthandler reads no source files, which may be on a disk that hangs.
+        # traceback would read source files, which may be on a disk that hangs.
         faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
@@ -71,11 +71,13 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). If the
-    body still runs `grace` seconds later, or at a second ctrl-C, the process ends with status 1."""
+    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
+    process ends with status 1 if the body still runs `grace` seconds after the signal. A second ctrl-C ends
+    the process at once, also with status 1."""
     ended = threading.Event()
 
-    # The handler takes no lock: if a second signal interrupted it, the second call would wait for the first.
+    # The handler takes no lock. If a second signal interrupted it, the second call would wait for that lock
+    # forever.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:

@@ -94,11 +94,11 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 
 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
-    """Returns the largest differences from transformers.
+    """Returns the largest differences between torz and transformers.
 
-    "logp": of a token's log-prob, in nats
-    "gradient": norm of the difference of a parameter's gradients / (norm of the parameter's gradient + 0.1 %
-        of the whole gradient's norm)"""
+    "logp": difference of a token's two log-probs, in nats
+    "gradient": norm(torz's gradient - transformers' gradient) of a parameter, divided by
+        norm(transformers' gradient) + 0.1 % of the norm of transformers' gradient of all parameters"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -172,7 +172,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,): the exported critic's value before each sample's last token."""
+    """Returns (N,): the exported critic's value of each sample without its last token, by transformers."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

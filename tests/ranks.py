@@ -51,8 +51,8 @@ def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.
 
 
 def meet(port: int, late: int) -> tuple[int, bool]:
-    """Joins a process group, rank `late` one second after the others. Returns the sum of rank + 1 over all
-    ranks, and whether the store has the "key" that an earlier call set."""
+    """Joins a process group at `port`, rank `late` one second after the others. Returns the sum of rank + 1
+    over all ranks, and whether this group sees the "key" that an earlier group at this port has set."""
     os.environ["MASTER_PORT"] = str(port)
     if int(os.environ["RANK"]) == late:
         time.sleep(1)
@@ -197,7 +197,8 @@ def edited(cfg, file: Path) -> str:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepares a run. Returns its first step ("start") and name -> whole tensor, or an error message."""
+    """Prepares a run. Returns a dict: "start" -> the run's first step, and name -> whole tensor. If a
+    UserError is raised, returns its message."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -377,7 +378,8 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns what check_gold prints for all data, and its error message, if any, after "refused: "."""
+    """Returns the lines that check_gold prints for training and evaluation data. If check_gold raises
+    UserError, the last line is "refused: " and the error message."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

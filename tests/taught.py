@@ -8,8 +8,8 @@ from tools import tiny
 
 
 def taught(task: tiny.Task, folder: Path, count: int, batches: int, batch: int) -> str:
-    """Makes a model that solves half of `count` problems. Returns its folder. train.jsonl and
-    heldout.jsonl there have the same problems."""
+    """Pretrains a model that solves half of `count` problems, in `batches` updates of `batch` texts. Returns
+    the model's folder. Its files train.jsonl and heldout.jsonl have the same problems."""
     few = task._replace(problems=lambda rng: 2 * task.problems(rng)[:count])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in dict(HELD_OUT=count, BATCHES=batches, BATCH=batch, WARMUP=5).items():

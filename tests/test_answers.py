@@ -10,7 +10,8 @@ from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
-# (response, extractor -> answer). Extractors that are not listed find no answer, except "whole".
+# (response, extractor -> answer). Extractors that are not listed find no answer. For "whole", which is never
+# listed, the test computes the answer.
 FORMATS = [
     (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
     (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",
@@ -383,7 +384,7 @@ def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
 
 @pytest.mark.parametrize("right", [right for right, _ in REWRITES], ids=lambda right: right[0])
 def test_rewrites_equal_one_another(right):
-    """Units and names are left out, because `10 cm` and `10 m` both equal `10`, but not each other."""
+    """Skips lines with units or names: `10 cm` and `10 m` both equal `10`, but do not equal each other."""
     if not any(mark in " ".join(right) for mark in ("text", "=", "pizzas", "dollars", "degrees", "million")):
         assert all(grade(a, b) for a in right for b in right)
 

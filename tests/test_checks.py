@@ -29,8 +29,8 @@ HOST = os.uname().nodename
 
 
 def refused(cfg, folder, other):
-    """Trains on two ranks. For rank 1, the path `folder` leads to `other`. Returns the error, equal on both
-    ranks."""
+    """Trains as if rank 1 ran on another host, where the folder `other` is at the path `folder`. Returns the
+    error message, which must be the same on both ranks."""
     began = time.monotonic()
     first, second = run_ranks(2, ranks.elsewhere, cfg, str(folder), str(other))
     if first == "no root":
@@ -101,7 +101,8 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """Writes a lock file to `folder`. Its owner is process 7 on another host, with the changes `owner`."""
+    """Writes a lock file to `folder`. The lock's owner is process 7 on another host, unless `owner` names
+    another process or host. Returns the file."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))
@@ -137,8 +138,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A heartbeat renews the lock file's time. A new run takes over an old lock at once, and a recent lock
-    after DEAD seconds without a heartbeat."""
+    """A heartbeat renews the lock file's modification time. If this time is over DEAD seconds ago, a new run
+    takes over the lock at once. Otherwise the run first waits for a heartbeat."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -147,7 +148,7 @@ def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, 
     lock.release()
     assert not file.exists()
     monkeypatch.setattr("guard.lock.DEAD", 1.0)
-    for seconds in (0, 10**9):  # the second time lies in the future, as from a wrong clock
+    for seconds in (0, 10**9):  # 10**9: a wrong clock dates the lock file to the future
         file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
         os.utime(file, (time.time() + seconds,) * 2)
         FolderLock(file).claim()

@@ -43,7 +43,7 @@ def same(run_, two_ranks):
 
 
 def restore(count, base, out):
-    """Resumes the run `out` on `count` ranks. Returns each rank's "start" (a step) and whole tensors."""
+    """Resumes the run `out` on `count` ranks. Returns the results of `ranks.prepared`, one per rank."""
     cfg = dataclasses.replace(base, resume=str(out), out=f"{out}-on-{count}")
     return run_ranks(count, ranks.prepared, cfg)
 
@@ -92,7 +92,8 @@ OPTIMIZERS = {  # name -> (optimizer, number of state tensors for two linear lay
 
 
 def trained(kind, out, shard_ranks):
-    """Trains for 6 steps. With `out`, resumes after step 3 from a checkpoint. Returns warnings and states."""
+    """Trains for 6 steps. If `out` is a folder, saves a checkpoint there after 3 steps, and resumes from it.
+    Returns the warnings and, for policy and reference, name -> whole tensor."""
     mesh = dist.mesh(dist.init("cpu", "float32"), shard_ranks)
     facts = {"config": dataclasses.asdict(PRESETS["tiny-ppo"]), "read": {}, "noted": {}}
 
@@ -115,7 +116,7 @@ def trained(kind, out, shard_ranks):
     if out:
         saver = ckpt.Saver(out, models, PRESETS["tiny-ppo"], facts, 0, said.append)
         saver.save(3)
-        train(models, range(3, 4))  # the save is still in progress
+        train(models, range(3, 4))  # the checkpoint must not contain this step
         saver.finish()
         models = new()
         found = ckpt.find(out, "auto")
@@ -161,7 +162,7 @@ def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, v
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
     processes[victim].kill()
     processes[victim].join()
-    processes[1 - victim].terminate()  # torchrun also ends the other ranks
+    processes[1 - victim].terminate()  # as torchrun does when a rank dies
     for p in processes:
         p.join(120)
         assert p.exitcode not in (0, None)
@@ -352,7 +353,7 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
 
 
 def test_signals_are_handled_only_while_training(capfd):
-    """After training, the grace period does not end the process."""
+    """If training ends within the grace period after a signal, the process goes on."""
     before = signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGINT)
     with handle_signals(grace=0.2):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -425,7 +426,8 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A save replaces an incomplete checkpoint. It fails at a complete one, a link or a user's file."""
+    """A save replaces an incomplete checkpoint. The save fails if a complete checkpoint or a link is at its
+    path, or if the incomplete checkpoint contains a user's file."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 
@@ -468,8 +470,8 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
     assert "step_000004" in said and "(--steps 4), or another --out, where --start_from" in said
 
 
-# Name of an edit in the model folder -> (file, text in it, new text, part of the error message). If the text
-# is "", one bit is flipped. If the message is "", the run resumes.
+# Edits of the model folder: name -> (file, old text, new text, part of the error message). If the old text is
+# "", the edit flips one bit of the file. If the message is "", the run resumes.
 EDITS = {
     "nothing": ("config.json", "{", "{", ""),
     "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
@@ -484,7 +486,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """The model's folder may be moved, or saved again. Without a KL term, its weights may differ."""
+    """The model's folder may be moved or saved again. Without a KL term, the folder's weights may differ."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -664,7 +666,7 @@ def test_notes_in_an_old_checkpoint_stay(tmp_path):
     (tmp_path / "ckpt").symlink_to(tmp_path / "big")
     old = tmp_path / "ckpt" / "step_000001"
     (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
-    # Later saves ignore a folder without COMPLETE, so they give no warning.
+    # The failed removal deleted COMPLETE. So the next save ignores the folder and gives no second warning.
     assert len(said) == 1 and "step_000001 can't be removed" in said[0]
     assert [p.name for p in old.iterdir()] == ["notes.txt"]
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
@@ -722,7 +724,7 @@ def test_no_pickle_is_read(two_ranks, base, tmp_path):
 
 
 QUESTIONS = ["12+30=", "  Is 'a' < \"b\"?\\n\n\tpäivää \u2028 \U0001f600 {{ x }} {% if %} {problem} <b>&\n"]
-# A --template file with Jinja's own characters, which a prompt must contain unchanged.
+# The text of a --template file. A prompt must contain the text's Jinja syntax unchanged.
 FILE = "It's \"{problem}\"\\n\n{{ '{problem}' }}{# no #}\U0001f600\n"
 
 

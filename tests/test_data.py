@@ -51,8 +51,8 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 
 def test_short_samples_of_a_prompt_stay_together():
-    """Long samples of a prompt are spread over packs. Short ones are too, if there are fewer
-    prompts than ranks."""
+    """Short samples of a prompt share a pack. Long samples are spread over packs. With fewer prompts than
+    ranks, short samples are spread too, so that every pack has samples."""
     cfg = replace(CFG, algo="grpo", critic_updates=1, samples_per_prompt=8, pack_len=4096)
     lengths = np.random.default_rng(0).integers(20, 40, 256)
 

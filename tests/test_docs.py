@@ -44,7 +44,7 @@ SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(enco
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")
 
-# Reason -> starts of commands that the tests do not run.
+# Reason -> first words of the commands that the tests do not run for this reason.
 CANNOT = {
     "takes minutes or hours": (
         "make demo", "make gsm8k", "make rehearse", "make chaos", "make bench", "python -m bench.tasks",
@@ -61,7 +61,7 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-# Flags and files in the table of docs/forking.md that says how to add removed features again
+# Flags and files of removed features. The docs may name them (docs/forking.md lists these features).
 GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "verbose", "gold.json",
         "lm_eval.json"}
 
@@ -186,7 +186,8 @@ def test_shell_scripts_are_shell():
 STAND_INS = {  # these scripts replace Slurm's programs and write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Runs until SIGUSR1, then saves for 0.3 s. With ENDS set, exits with status 3.
+    # Acts as the run. At SIGUSR1 it saves for 0.3 s and, with LAST set, also writes the final export. With
+    # ENDS set, it exits at once with status 3.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"
@@ -196,7 +197,7 @@ STAND_INS = {  # these scripts replace Slurm's programs and write their argument
 
 @pytest.mark.parametrize("signalled, last", [(False, False), (True, False), (True, True)])
 def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
-    """After Slurm's signal, the run is requeued unless it has finished (`last`)."""
+    """The script requeues a run that Slurm's signal stops (`signalled`), but not a finished run (`last`)."""
     (script,) = [body for kind, body in FENCED if kind == "bash" and "#SBATCH" in body]
     assert script.count("OUT=/shared/runs/orz-7b\n") == 1
     (tmp_path / "job.sh").write_text(script.replace("OUT=/shared/runs/orz-7b\n", f"OUT={tmp_path}/run\n"))

@@ -48,7 +48,7 @@ def test_the_default_settings_of_a_family_are_accepted(model_type):
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):
-    """The config sets dropout to 0.5, which training must not apply."""
+    """The config asks for a dropout of 0.5. torz must not apply dropout."""
     assert model.load_config(folder).attention_dropout == 0.5
     gaps = families.compare_training(folder)
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
@@ -67,7 +67,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
 
 
 def test_buffers_are_those_of_transformers(folder, base):
-    """torz creates a model without values, and computes its buffers afterwards."""
+    """torz creates a model on the meta device, so it must compute the buffers itself."""
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     for module in (model.load_policy(folder), model.load_critic(folder), engine.policy):
@@ -242,7 +242,7 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
 
 
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
-    """A copy into the cache takes the place of the download."""
+    """Instead of downloading, the test copies a model into the cache."""
     from_hub = model.snapshot_download
 
     def snapshot_download(name, local_files_only=False, **options):

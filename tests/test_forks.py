@@ -126,7 +126,8 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns value of --advantage -> (advantages, policy gradient), and also "rewards" and "lengths"."""
+    """Returns kind -> (advantages, policy gradient). kinds: values of --advantage. The keys "rewards" and
+    "lengths" hold one number for each sample."""
     become(folder)
     import ranks
 
@@ -161,8 +162,8 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns value of --ratio -> (loss, d loss / d log-probs, d loss / d weights). Also returns "pack", the
-    inputs of the loss."""
+    """Returns kind -> (loss, d loss / d log-probs, d loss / d weights). kinds: values of --ratio. The key
+    "pack" holds the inputs of the loss."""
     become(folder)
     from dataclasses import replace
 

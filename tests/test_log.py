@@ -117,7 +117,7 @@ def written(out, rows, start=0, cfg=PPO) -> Logger:
 
 
 def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
-    """A new Logger moves old rows of its first step and of later steps to *.old.jsonl."""
+    """A Logger that starts at step N moves existing rows of step N and of later steps to *.old.jsonl."""
     def steps(name):
         return [(row["step"], row["reward"]) for row in read_jsonl(tmp_path / name)]
 
@@ -258,7 +258,7 @@ def wandb_records(file):
         record += data[at + 7:at + 7 + size]
         at += 7 + size
         at += (-at % 32768) * (-at % 32768 < 7)  # skip a block's end if it can't hold a header (7 bytes)
-        if kind in (1, 4):  # the record ends here
+        if kind in (1, 4):  # 1: a whole record; 4: the last part of a record
             yield Record.FromString(record)
             record = b""
 

@@ -211,7 +211,7 @@ def test_grpo_family(name):
                 total = total + inner / denominators[aggregation]
             return total
 
-        share = torch.full((len(mask),), 1 / (3 * 4))  # for 3 prompts, each with 4 tokens in the loss
+        share = torch.full((len(mask),), 1 / (3 * 4))  # prompt_share, if 3 prompts have 4 tokens each
         weights = grpo.token_weights(mask, segment, aggregation, tokens, responses, max_len, share)
 
         def ours(x, old=old, adv=adv, mask=mask, segment=segment, weights=weights):

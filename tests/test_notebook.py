@@ -26,7 +26,8 @@ def base(tmp_path_factory) -> str:
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells. Changes the working folder and the environment of this process."""
+    """Runs all code cells. Returns what the test checks. Must run in a forked process, because it changes the
+    working folder and the environment."""
     import matplotlib
 
     matplotlib.use("Agg")

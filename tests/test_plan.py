@@ -141,8 +141,8 @@ def test_memory_of_a_7b_by_hand():
 
 
 def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
-    """A sync of the weights to vLLM keeps a copy of a tied embedding (1.5b). If vLLM pads the vocabulary (7b,
-    --tp 16), a sync keeps copies of embedding and head."""
+    """During a sync of the weights, vLLM keeps a copy of the embedding if head and embedding are tied (1.5b).
+    vLLM keeps copies of both if it pads the vocabulary (7b with --tp 16)."""
     c = case("orz-7b", world=32)
     awake, asleep, other = (memory(dataclasses.replace(c, cfg=dataclasses.replace(c.cfg, engine=kind)))
                             for kind in ("torch", "vllm", "another"))
@@ -186,7 +186,7 @@ def peaks(c: plan.Case, name: str) -> dict:
 @pytest.mark.parametrize("size,world,gpu", [("7b", 32, "H200"), ("7b", 32, "H100"), ("7b", 8, "H100"),
                                             ("32b", 32, "H100"), ("32b", 16, "A100-40"), ("0.5b", 1, "4090")])
 def test_auto_recomputes_the_fewest_layers_that_leave_8_percent_of_the_device(size, world, gpu):
-    """If no number leaves 8 % free, all layers are recomputed."""
+    """If no number of recomputed layers leaves 8 % free, all layers are recomputed."""
     c = case("orz-7b", gpu=gpu, world=world, model=size)
     for name, (whole, _) in c.kept.items():
         of = peaks(c, name)
@@ -253,7 +253,7 @@ def test_seconds_scale_as_their_formulas_do():
     assert a100["policy"] == pytest.approx(h100["policy"] * 989 / 312)
     assert phases(world=64)["policy"] == pytest.approx(h100["policy"] / 2)
     assert h100["policy"] > 8 * 7.6e9 * 8192 * 2256 / 32 / 989e12  # the time at the GPUs' peak FLOP/s
-    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # the time to read the weights for 8,000 tokens
+    assert h100["rollout"] >= 8000 * 2 * 7.6e9 / 3.35e12  # each of 8,000 tokens reads the weights
     assert h100["step"] == pytest.approx(sum(v for k, v in h100.items() if k not in ("step", "only network")))
     assert "critic" not in plan.seconds(case("orz-7b-grpo", world=32), 256, 2000)
     none, half, layers = (phases("--recompute", mode)["policy"] for mode in ("none", "14", "layers"))
@@ -273,7 +273,8 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     sends = nodes["policy"]
     assert (sends["forward"], sends["backward"]) == ((2 * n * 7 / 8, 0), (2 * layers * 7 / 8, 0))
     assert sends["reduce"] == (gradients * 7 / 8, 0) and sends["all-reduce"] == (0, 2 * gradients / 8 * 3 / 4)
-    # A rank has 256 samples of 8,192 tokens of 8 bytes, and sends 7/32 of them within its node.
+    # A rank has 256 samples of 8,192 tokens, and a token has 8 bytes. The rank sends 7/32 of these bytes
+    # within its node, and 24/32 to other nodes.
     assert nodes["samples"]["exchange"] == pytest.approx((2**24 * 7 / 32, 2**24 * 24 / 32))
 
 
@@ -281,13 +282,13 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     (dict(), 8), (dict(model="32b"), 32), (dict(model="32b", gpu="H200"), 8), (dict(host=300 * GIB), 32),
     (dict(host=400 * GIB), 8), (dict(world=12), 12), (dict(world=4), 4)])
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
-    """With --shard_ranks 8, a node needs 368 GiB of host memory."""
+    """With --shard_ranks 8, the 7b model needs 368 GiB of a node's host memory: 400 suffice, 300 do not."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
 
 
 def chosen(cfg, checkpoint: Path) -> tuple[int, int]:
-    """Returns what --shard_ranks auto becomes on 2 ranks that resume: from a checkpoint of 2 ranks, and from
-    one of 4."""
+    """Returns two numbers that replace --shard_ranks auto when 2 ranks resume: the first for a checkpoint
+    saved by 2 ranks, the second for a checkpoint saved by 4 ranks."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # each rank has a machine of its own
     world, saved = dist.init("cpu", "float32"), ckpt.read_state(checkpoint)
     saved["config"]["shard_ranks"] = 2
@@ -300,11 +301,11 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
-    """An update waits for the network only in its last backward pass, which sums gradients between nodes.
-    `waits` returns the wait in seconds: transfers between nodes + within nodes - compute."""
+    """In an update, ranks wait for the network only in the last backward pass, where nodes sum gradients.
+    `waits` returns the seconds of this wait: the time of the pass's transfers minus its compute time."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
-    packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # 12 updates of 10.7 packs, rounded up
+    packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # each of 12 minibatches: 10.7 packs, rounded up
 
     def waits(n):
         flop = 2 * (2 * n * tokens + 2 * 28 * 3584 * tokens * 8192)

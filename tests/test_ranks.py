@@ -42,7 +42,7 @@ JOBS = {
     "grpo": dict(algo="grpo", aggregation="response"),
     "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten",
                            aggregation="max_len"),
-    # ranks without a sample compute a filler: a pack whose tokens are not in the loss
+    # On four ranks, some have no sample. They compute a filler: a pack without a token in the loss.
     "two samples": dict(critic_updates=1, prompts_per_step=1, samples_per_prompt=2)}
 
 
@@ -74,7 +74,8 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # reshard and accumulate for `gradients`: every backward pass, not only the last, sums over the pairs.
+    # Arguments of `gradients`: reshard, and an `accumulate` with which every backward pass, not only the
+    # last, sums the gradients over the pairs.
     in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
@@ -83,8 +84,8 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         for n, ((i, (cfg, _, *rest)), many) in enumerate(zip(cases, got, strict=True)):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
-            # FSDP gathers a model's weights in 3 all-gathers. With reshard=False, the update gathers only the
-            # policy's weights. The critic's weights stay gathered after estimate_advantages.
+            # A model has 3 FSDP groups (2 layers and the root), so 3 all-gathers get all its weights. With
+            # reshard=False, the update gathers only the policy: estimate_advantages left the critic gathered.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])
@@ -109,7 +110,8 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """After a restart, torchrun's store still has keys from before the restart."""
+    """After a restart, torchrun's store still has the keys of the earlier ranks. The new ranks must not use
+    them. late: the rank that joins a second after the other"""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):
@@ -186,7 +188,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts too: fused Adam needs that
+    dist.to_device(model, optimizer, "meta")  # with Adam's step counts: fused Adam needs them on the device
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
@@ -199,7 +201,7 @@ def test_moves_between_host_and_device_change_no_update(tiny, ranks):
 
 
 def test_sums_have_a_fixed_order_inside_the_block_alone():
-    """Engines run outside dist.deterministic: some of their operations have no deterministic algorithm."""
+    """Engines run outside dist.deterministic. Inside, some of their operations would raise RuntimeError."""
     for on in (True, False):
         with suppress(KeyError), dist.deterministic(on):
             assert torch.are_deterministic_algorithms_enabled() == on

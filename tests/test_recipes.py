@@ -37,7 +37,7 @@ from rollout import accuracy
 from tools import evaluate
 from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
 
-# The expected values of the presets. Comments name their sources. 2503.14476 is an arXiv number.
+# The expected values of the presets. Comments name the sources, papers by their arXiv numbers.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
@@ -311,7 +311,7 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
-    """The contents of the file and of the files that it imports are compared, not their paths."""
+    """The content of the reward file and of its imports must stay the same. Their paths may change."""
     cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
@@ -355,7 +355,7 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """Also: the reward `length` needs several samples of a prompt."""
+    """`format` and `tags` look for <think> in the response. `length` needs several samples of a prompt."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
@@ -397,7 +397,7 @@ def test_each_problem_has_its_own_value_of_each_metric():
         assert found["response_len"][i] == sum(len(s.ids) for s in mine) / n
         assert found["truncated"][i] == sum(not s.stopped for s in mine) / n
     assert list(accuracy(samples[:1], 1)) == ["avg@1", "response_len", "truncated"]
-    assert run_ranks(2, gathered, samples, n) == [found, found]  # ordered like the problems
+    assert run_ranks(2, gathered, samples, n) == [found, found]  # values are in the order of the problems
 
 
 def gathered(samples, n):
@@ -479,7 +479,7 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """After each epoch (2 steps) the KL is 0 again."""
+    """After each epoch (2 steps), the reference is a copy of the policy, so the KL is 0 again."""
     cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
                               critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)

@@ -75,7 +75,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
     assert text.count("✓ correct") == text.count("✗ unparsed") == 4 + 3 and "wrong: " not in text
     assert html.count("<mark>3 </mark>") == html.count("<mark>1 </mark>") == 2 and html.count("<mark>") == 6
     assert text.index("Curves") < text.index("Samples of the training") < text.index("Answers to held-out")
-    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # no other text wraps
+    assert re.findall("^(.*) { white-space: pre-wrap", html, re.M) == ["article pre"]  # no other <pre> wraps
     assert all(r["text"] in text for r in read_jsonl(folder / "alarms.jsonl"))
     assert all(key in text for row in read_metrics(folder) for key in row if key != "step")
     assert all(field.name in text for field in dataclasses.fields(PPO))
@@ -185,8 +185,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """With one recipe, a panel has a line for each metric. With several recipes, each metric has a panel,
-    with a line for each recipe. No legend covers data."""
+    """A recipe's runs differ only in seed and folder. With one recipe, a panel has a line for each metric.
+    With several recipes, each metric has a panel, with a line for each recipe. No legend covers data."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to, **_: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

@@ -299,7 +299,8 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and the modules that it imports. torz has files configs.py and answers.py, too.
+# A reward file (mine.py) and the modules that it imports. torz has files configs.py and answers.py, too;
+# mine.py must not get these.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -338,7 +339,8 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A worker can't use __path__ of every imported module: torch.classes.__path__ is not iterable."""
+    """A worker must find the modules beside a reward file without reading __path__ of all modules:
+    torch.classes.__path__ is not iterable."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -350,7 +352,7 @@ def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
 
 
 def open_r1_format(text: str) -> float:
-    """Returns the format reward by Open-R1's regular expression, in quadratic time."""
+    """The reference for `think_then_answer`: Open-R1's regular expression, which takes quadratic time."""
     pattern = r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
     return float(bool(re.match(pattern, text, re.DOTALL | re.MULTILINE)))
 
@@ -430,8 +432,8 @@ def test_a_function_that_ends_its_process_is_given_up(custom):
 
 
 class Judge(BaseHTTPRequestHandler):
-    """An HTTP server. A response's score is the fraction of its characters that are in the rubric. Four of
-    the replies are faulty."""
+    """Stands in for an LLM judge behind HTTP. A response's score is the fraction of its characters that are
+    in the rubric. Four of the replies are faulty."""
 
     calls, good, log_message = 0, 0, lambda *_: None
     odd = [b"{}", b'{"score": NaN}', b"no JSON", None]
@@ -442,7 +444,7 @@ class Judge(BaseHTTPRequestHandler):
         right = sum(c in asked["rubric"] for c in asked["response"]) / max(len(asked["response"]), 1)
         text = Judge.odd.pop() if Judge.odd and Judge.calls % 10 == 0 else b'{"score": %f}' % right
         if text is None:
-            time.sleep(3)  # the function's own limit is 1 s
+            time.sleep(3)  # `judge` waits at most 1 s
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text or b"")
@@ -459,8 +461,8 @@ DIGITS = "0123456789"
     ("judge", {"rubric": DIGITS}, {}),
     ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
-    """Two reward functions of docs/forking.md. `judge` asks the server Judge. `passes` runs the response as
-    Python code, followed by each of the row's tests."""
+    """Two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. For each of the
+    row's tests, `passes` runs a Python program: the response, then the test."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]
@@ -524,7 +526,7 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
         grader.submit("next", "0", "", True, custom=spec)
         assert grader.results()["next"].reason == "correct"
         grader.check()
-        custom(SLOW + "# edited"), grader.close()  # the next request starts a new server
+        custom(SLOW + "# edited"), grader.close()  # edits mine.py, and lets the next request start a server
         grader.submit("edited", "0", "", True, custom=spec)
         grader.results()
         with pytest.raises(UserError, match="mine.py:score was edited during the run, .*; needed: "):
@@ -615,7 +617,8 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A run's saved samples can be graded again. Their `row` is the data row."""
+    """A run's saved samples can be graded again. A reward function's parameter `row` is then the sample's row
+    of the data, not the sample itself."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
             for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]

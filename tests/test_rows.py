@@ -94,8 +94,8 @@ READ = {
         (f"{Q}\nA. B\nB. A", "A", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # Invisible characters at both ends are removed, and for the kind math also a list around the answer
-    # (Skywork-OR1).
+    # Invisible characters at both ends of an answer are removed. For the kind math, the text ["2"], a list
+    # as in Skywork-OR1, becomes 2.
     r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
@@ -103,9 +103,10 @@ READ = {
     r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
-    # A number keeps its digits: 1.10 does not become 1.1. The field `reward` is the kind of answer.
+    # A number keeps its digits: 1.10 does not become 1.1.
     **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, x, "math") for x in
        ("1.10", "1e3", "0.30", "-0", "7" * 400, "7" * 5000)},
+    # The field `reward` sets the kind of answer, also in a row with choices.
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
     '{"prompt": "1+1=", "answer": "2", "choices": ["1", "2"], "reward": "math"}': (Q, "2", "math"),
@@ -151,7 +152,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # 1 and 3.0 could be indices of choices, but the kinds math and exact compare texts.
+    # With the kinds math and exact, a number must be a choice's text. Otherwise it may be a choice's index.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object, written as a string.
@@ -302,7 +303,8 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
-    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # accepted, as the system turn is empty
+    # --template plain accepts a system turn if it is empty.
+    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
 
 
@@ -435,7 +437,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
 
 
 def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
-    """Training data are checked if any term of --reward compares answers."""
+    """Gold answers of --data are checked even if only the second term of --reward compares answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
     test.write_text(gold_rows(2, 4))
@@ -553,7 +555,8 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """The second prompt (20 tokens) leaves room for a response only with --eval_response_len 99."""
+    """The prompts have 19, 20 and 21 tokens. The second leaves room for a response only in an evaluation with
+    --eval_response_len 99. The third is longer than --max_prompt_len."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

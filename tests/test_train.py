@@ -30,7 +30,7 @@ def test_one_rank_and_two_ranks_are_the_same_run(base, two_ranks, tmp_path):
 
 @pytest.mark.parametrize("metric", ["kl", "solved"])
 def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, metric):
-    """Tests --ref_model without a KL term, and --skip_solved while no problem is solved."""
+    """--ref_model without a KL term, and --skip_solved while no problem is solved, only add a metric."""
     changes = dict(ref_model=untied, ref_refresh=True) if metric == "kl" else dict(skip_solved=0.9)
     rows, policy = run(dataclasses.replace(base, **changes), tmp_path / "t", ranks=2)
     assert all((row.pop(metric) > 0) == (metric == "kl") for row in rows[:-1])
@@ -42,7 +42,8 @@ def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, me
     dict(algo="grpo", critic_updates=1, kl_estimator="k2"),
     dict(kl_in="reward", kl_estimator="k1")], ids=["KL in the loss", "KL in the reward"])
 def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
-    """The base model guesses half of its answers. The teacher works out all of them."""
+    """The policy guesses half of its answers at first. The teacher never learned to guess. Because the reward
+    has weight 0, the policy can improve only through the KL term."""
     careful = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
     model, teacher = (taught(task, tmp_path / name, count=4, batches=80, batch=16)
                       for name, task in (("base", tiny.SUMS), ("teacher", careful)))
@@ -60,7 +61,8 @@ def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
     {}, dict(algo="grpo", critic_updates=1, resample_rounds=2),
     dict(algo="grpo", critic_updates=1, round_len=5, carry=0.5)], ids=["ppo", "resampling", "carrying"])
 def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, changes):
-    """Responses to problems with odd answers get reward 1. A step has 8 of the 40 problems."""
+    """A problem is solved if at least 3 of its 4 responses get reward 1. Here, all responses to problems with
+    odd answers get reward 1. A step has 8 of the 40 problems."""
     cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),),
                               skip_solved=0.75, steps=10, save_samples="all")
 
@@ -87,7 +89,8 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The metric `reward` is the mean of the first term, without weight. A term that raises an error is 0."""
+    """The metric `reward` is the mean reward from the first term of --reward, without the weight. A term that
+    raises an error counts as 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)

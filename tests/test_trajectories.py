@@ -34,7 +34,7 @@ def answer(problem, text, turn):
 
 @pytest.fixture(scope="module")
 def carrying(base):
-    """Returns a config with 1.5 times as many prompts in progress as a step trains on."""
+    """Returns a config whose rollouts work on 1.5 times as many prompts as a step trains on."""
     return dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2)
 
 
@@ -150,8 +150,8 @@ def test_a_round_as_long_as_a_response_deals_samples_once(folders):
 
 
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
-    """A token's version is the step whose weights sampled it. With the same weights, the trainer computes the
-    same log-prob."""
+    """A token's version is the step whose weights sampled it. With the weights of that step, the trainer and
+    the engine compute the same log-prob."""
     most = 0
     for step, (_, samples) in enumerate(six_steps[0]):
         p = data.pack(samples, step)

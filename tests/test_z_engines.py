@@ -149,7 +149,7 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
         return step(tokens, *rest)
 
     monkeypatch.setattr(engine.decoder, "step", counted_step)
-    two = {k: prompts[k] for k in (0, 1)}  # all samples of two prompts run at the same time
+    two = {k: prompts[k] for k in (0, 1)}  # their 8 samples are decoded as one batch
     greedy = generate(engine, policy, two, n=4, temperature=0)
     assert max(rows) == 2
     for prompt_id, i in greedy:
@@ -226,7 +226,7 @@ def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, mon
     """The text includes the stop string, but not the EOS token."""
     free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
-    stop = s.text[4:6]  # two characters of different tokens
+    stop = s.text[4:6]  # two characters, from more than one token
     cut = s.text.index(stop) + len(stop)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
@@ -373,7 +373,8 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The engine has the right weights. So only the self-check's sync of halved weights finds the fault."""
+    """The engine has the right weights before the test drops all syncs. The self-check finds the fault only
+    with halved weights: after their sync, the log-probs have not changed."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):

@@ -6,10 +6,10 @@ standard errors by problem.
     torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …    # on 8 GPUs
 
 MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
-.parquet file, or a file of the Hub (OWNER/NAME:FILE). The models end at the
-first such file; if there is none, only the first path is a model. Several
-models are evaluated one after the other with the same randomness, and each is
-compared with the first.
+.parquet file, or a file of the Hub (OWNER/NAME:FILE). All paths before the
+first .json, .jsonl or .parquet file are models. Without such a file, only the
+first path is a model. Several models are evaluated one after the other with
+the same randomness, and each is compared with the first.
 
 An export of torz gets the template, stop strings, temperature and lengths
 of its training, unless flags say otherwise.
@@ -184,7 +184,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
             "each model once")
-    # --max_model_len 0 removes the preset's limit of prompt plus response.
+    # --max_model_len 0 removes the preset's limit on the length of prompt plus response.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
     cfg, given = parse([*preset, *flags], "tools.evaluate", EvalConfig), given_flags(flags)
     for name in given:
@@ -280,7 +280,7 @@ class Candidate:
 def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
     path = resolve(cfg.model)
-    on_meta(Policy, path)  # only for its UserError
+    on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
     cfg = with_date(cfg, tokenizer, "", say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
@@ -331,7 +331,7 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
     engine, key, results, first = None, None, [], candidates[0]
     for c, folder in zip(candidates, folders, strict=True):
         if c.engine_key != key:
-            engine = None  # free it first: a GPU may not hold two engines
+            engine = None  # frees the old engine first: a GPU may be too small for two engines
             gc.collect()
             torch.cuda.empty_cache()
             engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
@@ -369,7 +369,7 @@ def main(argv: Sequence[str]) -> None:
         check_candidates(candidates, world)
         say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, --eval_temperature "
                  f"{cfg.eval_temperature}")
-        # the first model is enough: all models have the same gold answers
+        # Check the gold answers with only the first model's sets, because all models have the same answers.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
         dist.together(lambda: make_folders(folders if world.main else ()))

@@ -8,7 +8,7 @@ Memory is counted for one rank's device. Seconds are estimates, right within a f
 
 Two terms of this file:
 
-    root     a model without its layers: embedding, last norm and head. They are one group for FSDP.
+    root     all weights outside the decoder layers (embedding, last norm and head); one FSDP group
     shard    one rank's part of a model's weights, gradients or optimizer state
 """
 
@@ -180,7 +180,8 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         # Bytes/s that a rank sends within its node, and that a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
-        # checkpoint: bytes that a rank saves. state: bytes of its shards of all weights and AdamW's moments.
+        # checkpoint: bytes that a rank saves in a checkpoint
+        # state: bytes of a rank's shards of all weights (the reference's too) and of AdamW's moments
         trained = STATE_BYTES * sum(self.params.values()) / self.shards
         ref = 4 * self.ref.policy_params / self.shards
         self.checkpoint = trained + (ref if cfg.keeps_ref else 0)
@@ -188,7 +189,7 @@ class Case:
         # Number of responses that one engine samples in a step.
         engines = max(self.world // cfg.tp, 1)
         self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
-        # Bytes of one token in a rank's KV cache. A rank has one key head if --tp is larger than kv_heads.
+        # Bytes of one token in a rank's KV cache. A rank has at least one KV head, even if --tp > kv_heads.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
@@ -205,7 +206,7 @@ class Case:
 
     @cached_property
     def kept(self) -> dict[str, "Kept"]:
-        """Model ("policy", "critic") -> its Kept."""
+        """Name of a model ("policy", "critic") -> what its updates keep in memory."""
         return {name: keep(self, name) for name in self.models}
 
 
@@ -223,10 +224,10 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. For each `reshard`, choose the first `recompute` of None, 0, 1, … with which at least HEADROOM (a
-       fraction) of the device's memory stays free.
-    2. Return the first of these pairs that is at most 1 % slower than the fastest. If no pair fits, return
-       the pair that needs the least memory: recompute all layers, keep no gathered weights."""
+    1. Each value of `reshard` gives at most one candidate: the Kept with the first `recompute` of None, 0,
+       1, … that leaves the share HEADROOM of the device's memory free.
+    2. The result is the first candidate that is at most 1 % slower than the fastest one. Without candidates,
+       it is the Kept that needs the least memory: recompute all layers, keep no gathered weights."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -269,10 +270,11 @@ def _per_token(case, shape, whole):
 
     whole: Kept.recompute"""
     d, b = shape.hidden, case.number
-    # The inputs of norms, matrix products, attention and the gate. Attention's output counts twice:
-    # in slots (model.Segments), and as the input of the next product.
+    # What a layer stores without recomputation: the inputs of norms, matrix products, attention, activation
+    # function and gating. Attention's output counts twice: before and after packed_attention's index_select.
     everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # The layer's input, the results of seven matrix products and of attention, and attention's logsumexps.
+    # What a layer stores if it recomputes only what costs few FLOP: its input, the results of seven matrix
+    # products and of attention, and attention's logsumexps.
     products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
     if whole is None:
         return shape.layers * everything, 0
@@ -281,10 +283,10 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage (item -> bytes);
-    {} on CPUs.
+    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage; {} on CPUs.
 
-    gather buffers: the root, one layer and this rank's shards of both, in a pool for FSDP's CUDA stream
+    gather buffers: inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and
+        one layer's. Only FSDP's CUDA stream can reuse this memory.
     fragments: an estimate of the free memory in pieces that are too small for later tensors"""
     if not case.gpu:
         return {}
@@ -320,13 +322,14 @@ def _update_instants(case, name, kept):
         # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the compute dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of layer i. Gradients: the head's, and layer i + 1's in fp32.
+        # 2. Backward pass of layer i. Gradients: head in the compute dtype, layer i + 1 in fp32.
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of layer i's backward pass. Gradients: as in 2, and layer i's in the compute dtype and fp32.
+        # 3. End of layer i's backward pass. Gradients: head in the compute dtype, layer i in both
+        #    dtypes, layer i + 1 in fp32.
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the whole backward pass. Gradients: the root's, their fp32 copy, one layer's in fp32.
+        # 4. End of the whole backward pass. Gradients: root in both dtypes, one layer in fp32.
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step, with temporary memory of the size of the weight shards.
@@ -356,15 +359,15 @@ def _asleep(case):
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns (phase, Usage) of the instants of a step that may need the most memory, in order of time. The
+    """Returns (phase, Usage) of each instant at which a step may need the most memory, in order of time. The
     phases: "sync" (the engine gets new weights), "rollout", "ref", "critic" and "policy"."""
     policy, params = case.policy, case.params["policy"]
     # A sync gathers one layer or the root at a time, and has a buffer of the same size.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0  # FSDP copies a rank's shard for an all-gather
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # VLLMEngine.load copies embedding and head. vLLM keeps the copies until the end of the sync if the two
-    # are tied, or if it pads the vocabulary to a multiple of 64 * tp.
+    # VLLMEngine.load gives vLLM copies of embedding and head. vLLM keeps the copies until the end of the sync
+    # if embedding and head are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
@@ -413,7 +416,7 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory: "machine" for all ranks of a machine, the others for one rank."""
+    """Returns item -> bytes of host memory of one rank, and "machine" -> bytes for all ranks of a machine."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -464,14 +467,15 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     all-reduce: sum of the gradients over the groups of --shard_ranks, once an update"""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
-    # All samples are counted with the maximum length, and 8 bytes a token: an int32 and a float32 log-prob.
+    # Bytes that a rank sends to each other rank, if all samples have the maximum length. A token counts 8
+    # bytes: its int32 id and its float32 log-prob.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
     return phases | {"sync": {"gathers": phases["policy"]["forward"]},
                      "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
 
 
 def _collectives(case, name, kept):
-    """Returns the collectives of the model `name`, in the form of `traffic`."""
+    """Returns collective -> what a rank sends, for the model `name`. `traffic` describes the collectives."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # over: numbers of ranks and of nodes that share one copy of the weights; groups: number of copies
     over, groups = (shards, -(-shards // case.local)), case.world // shards
@@ -489,13 +493,14 @@ def _network(case, n):
 
 
 def _seconds(parts):
-    """Returns the seconds of `parts`: (number of passes, seconds a pass computes, seconds a pass transfers).
-    FSDP does both at the same time, so only the longer counts."""
+    """Returns the seconds of all `parts`. A part is (number of passes, seconds that a pass computes, seconds
+    that a pass transfers). FSDP computes and transfers at the same time, so only the longer time counts."""
     return sum(count * max(compute, network) for count, compute, network in parts)
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists for `_seconds`: a step's forward passes over all packs, and its updates."""
+    """Returns two lists of parts (see `_seconds`): one forward pass over all packs of a step, and all updates
+    of a step."""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -519,7 +524,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     step in which no rank computes. prompt, response: mean lengths in tokens. case.gpu must have speeds."""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    # A decode step reads the weights and the KV cache once.
+    # A decode step reads the weights and the KV cache once. Its time is that of reading or of computing,
+    # whichever is longer.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
@@ -530,7 +536,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts["rollout"] = [(1, max(rollout, longest), 0)]
     passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
     forward = {name: forwards for name, (forwards, _) in passes.items()}
-    if cfg.has_ref:  # the policy's times, scaled by the number of parameters
+    if cfg.has_ref:  # time of the policy x parameters of the reference / parameters of the policy
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
@@ -566,11 +572,11 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text, or else the advice to use a smaller model. The flags do
-    not change the algorithm. Tries one flag, then all of `free`, which cost only speed, then `free` and
-    one flag. Then tries the same with 2, 4, 8, … times the ranks."""
+    """Returns flags that make the case fit, as text. If none do, returns the advice to use a smaller model or
+    other devices. Tries one flag, then all flags of `free`, then `free` and one more flag. Then tries the
+    same with 2, 4, 8, … times the ranks. No flag changes the algorithm. `free` costs only speed."""
     cfg, node = case.cfg, case.local
-    if case.gpu and case.world <= node:  # the run uses one machine, which may have GPUs without a rank
+    if case.gpu and case.world <= node:  # a run on one machine, which is assumed to have at least NODE GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
@@ -600,7 +606,7 @@ def verdict(case: Case) -> str:
 
 # --- the plan as a table
 
-# section -> name of a row -> its value, or column -> value; a value is a number or a word
+# section -> row -> cell, or section -> row -> column -> cell. A cell is a number or a word.
 Plan = dict[str, dict]
 
 

@@ -41,7 +41,7 @@ def _flags(run):
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
-    """Returns the runs of each recipe: their config.json files differ only in `seed` and `out`."""
+    """Groups runs by recipe. The config.json files of one recipe's runs differ only in `seed` and `out`."""
     groups = {}
     for run in dict.fromkeys(runs):
         groups.setdefault(str(_flags(run) or run), []).append(run)
@@ -149,7 +149,7 @@ def _scores(run, key, step):
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns a text that compares the recipes of the runs, by `facts` and by the flags that differ."""
+    """Returns, as text, the `facts` of each recipe and the flags in which the recipes differ."""
     columns = {str(group[0]): facts(group) | _flags(group[0]) for group in recipes(runs)}
     lines = []
     for field in dict.fromkeys(chain(*columns.values())):
@@ -162,7 +162,7 @@ def compare(runs: Sequence[Path]) -> str:
 
 def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
-    training, the last alarms, and paths."""
+    training, the last alarms, and the paths of report, plot, metrics and exported model."""
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = sorted((run / "eval").glob("step_*.jsonl"))
     if len(files) > 1:

@@ -66,8 +66,9 @@ class Task(NamedTuple):
 
 
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
-    """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45. said: total of a
-    column -> the number that is written"""
+    """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45.
+
+    said: total of a column -> the number to write; bench/tasks.py makes errors with it"""
     columns, carry = [], 0
     while a or b:
         terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
@@ -120,7 +121,8 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
-    """As `build`, for any task. Raises UserError if the folder has other content."""
+    """Build the base model and problems of any task in a folder, if it has none. Returns the absolute path.
+    Raises UserError if the folder exists with other content, such as another seed or VERSION."""
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     if config.items() <= read_json(path / "tiny.json").items():
         return str(path)
@@ -156,7 +158,7 @@ def _build(folder: Path, seed: int, task: Task) -> None:
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
              task: Task) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
-    Guesses come last, because reasoning takes longer to learn."""
+    Only the last third of the texts has guessed answers, because reasoning takes longer to learn."""
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
         rng.shuffle(problems)

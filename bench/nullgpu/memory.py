@@ -49,7 +49,8 @@ driver that computes nothing.
 
 
 def planned(case: plan.Case) -> dict[str, float]:
-    """Returns phase -> planned peak in GiB, without NCCL and the engine."""
+    """Returns phase -> planned peak in GiB. Leaves out NCCL's buffers and the engine, because
+    bench/nullgpu/trainer.py has neither."""
     absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
@@ -67,8 +68,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # A short shared prompt is the worst case for memory: attention copies the prompt for each response, and
-    # computing a short prompt only once saves little.
+    # A short shared prompt is the worst case for memory. If responses share a prompt, attention copies the
+    # queries, keys and values. In return, the prompt is computed only once. But a short prompt saves little.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -82,7 +83,8 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns a phase's row. Memory is the maximum over `steps`."""
+    """Returns the row of one phase in FILE. steps: the trainer's JSON lines of this phase. Memory values are
+    the maximum over these lines."""
     def most(field):
         return max(step[field] for step in steps)
 

@@ -1,9 +1,10 @@
-"""Compares the bytes that a rank sends in FSDP2's collectives with the bytes that tools/plan.py plans.
+"""Checks tools/plan.py: compares the bytes that a rank sends in FSDP2's collectives with the planned bytes.
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.network [--size 7b] [flags of trainer.py]
 
-bench/nullgpu/trainer.py explains NULLGPU. Prints a JSON line per phase and collective: GiB counted and GiB
-planned, each as [within its node, to other nodes]. Ends with an error if a plan is over 5 % off.
+NULLGPU is the folder of a stub CUDA driver (see bench/nullgpu/trainer.py). Prints a JSON line per phase and
+collective. The fields `counted` and `planned` are [GiB to ranks of the same node, GiB to other nodes]. Raises
+AssertionError if the two differ by more than 5 % of the plan plus 0.01 GiB.
 """
 
 import torch
@@ -17,8 +18,9 @@ from tools import plan
 
 
 def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.Sent]]]:
-    """Returns collective -> pairs (number of times, what the rank sends each time). name: "sync", "policy" or
-    "critic"."""
+    """Returns the planned bytes of a phase: collective -> pairs (number of times, bytes each time).
+
+    name: "sync", "policy" or "critic" (the phase)"""
     sends = plan.traffic(case)[name]
     if name == "sync":
         return {"gather": [(1, sends["gathers"])]}

@@ -1,4 +1,5 @@
-"""Runs train.py's `main` with the real vLLM on a stub CUDA device that computes nothing: PPO, then GRPO.
+"""Runs PPO and then GRPO on a stub CUDA device, which counts memory and computes nothing. train.py's `main`
+and vLLM are the real ones.
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
 
@@ -6,7 +7,8 @@ bench/nullgpu/trainer.py explains NULLGPU. For each algorithm, one process makes
 A second process resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO
 13 GiB.
 
-Prints one JSON line per phase of the loop. The phase "before NAME" is between the previous phase and NAME.
+Prints one JSON line for each phase of the loop. The line "before NAME" is about the time between the previous
+phase and NAME.
     held_gib       device memory in use at the end of the phase
     expected_gib   what held_gib should be
     peak_gib       peak of the device memory in use
@@ -44,7 +46,7 @@ from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
-TOLERANCE = 0.3  # GiB, for cuBLAS workspaces, packs and metrics
+TOLERANCE = 0.3  # GiB allowed above expected_gib, for cuBLAS workspaces, packs and metrics
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
@@ -54,7 +56,7 @@ FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_p
 
 
 class Phases:
-    """Replaces dist.phase. Prints a row per phase."""
+    """Replaces dist.phase. Also prints a JSON line of measurements before and after each phase."""
 
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
@@ -107,8 +109,8 @@ def sampled_counts() -> None:
 
 
 def remember_packs(known: dict) -> None:
-    """Makes Pack.to keep the host's mask and cu_seqlens in `known` (device address -> tensor), because the
-    stub copies no values to the device."""
+    """Makes Pack.to store the host's `mask` and `cu_seqlens` in `known` (device address -> host tensor). The
+    patches of host_values read them there, because the stub copies no values to the device."""
     import data
 
     to = data.Pack.to
@@ -132,12 +134,12 @@ def no_nccl() -> None:
 
 
 def stand_ins() -> None:
-    """Replaces NCCL, and values that train.py reads from the GPU, because the stub does not compute them."""
+    """Replaces NCCL and the functions that read values from the device. The stub computes no values."""
     from bench.nullgpu.trainer import HOST, host_values
     from engines import vllm_engine
 
     no_nccl()
-    ckpt.StagingBuffer.not_finite = lambda buffer: ""  # the stub never copied into this memory
+    ckpt.StagingBuffer.not_finite = lambda buffer: ""  # no check for NaN: the stub never fills this buffer
     host_values()
     remember_packs(HOST)
     load = vllm_engine.VLLMEngine.load
@@ -146,7 +148,7 @@ def stand_ins() -> None:
 
 def one_process(argv: list[str]) -> None:
     cfg = configs.parse(argv, "run.py")
-    dist.phase = phases = Phases(cfg, dist.phase)  # before train's decorators call dist.phase
+    dist.phase = phases = Phases(cfg, dist.phase)  # before `import train`, whose decorators call dist.phase
     import train
     from bench.nullgpu.trainer import Pageable
 

@@ -1,4 +1,4 @@
-"""Runs the trainer as one rank of many on a stub CUDA device, which counts memory and computes nothing.
+"""Measures memory, copies and waits of one training rank on a stub CUDA device, which computes nothing.
 
     PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.trainer [--preset orz-7b] [--size 7b]
                                                           [--world 32] [--packs 1] [flags of train.py]
@@ -11,7 +11,8 @@ Prints one JSON line per phase of this rank. The phases:
     on, off          a model's state moves to the device and back
     values           the critic's forward passes
     critic, policy   the updates
-All phases but sync run twice: NAME[0] also creates the optimizer's state, NAME[1] is like every later step.
+All phases but sync run in two steps. NAME[0] belongs to the first step, which creates the optimizer's state.
+NAME[1] is like every later step.
 Some of the fields:
     planned_gib      peak memory that tools/plan.py plans, without NCCL's buffers and the engine
     peak_gib         peak memory of torch's tensors
@@ -58,20 +59,20 @@ from tools import plan
 GIB = 2**30
 
 
-# --- true values of tensors that decide the sizes of other tensors
+# --- host copies of tensors whose values decide the shapes of other tensors
 
 HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same tensor on the host
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu, which would return zeros on the stub. For a tensor in HOST, they
-    read its copy on the host."""
+    """Patches Tensor.nonzero and Tensor.cpu, because the stub computes no values. For a tensor in HOST, both
+    methods read its copy on the host."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
         host = HOST.get(x.data_ptr()) if x.is_cuda else None
         same = host is not None and (host.shape, host.dtype) == (x.shape, x.dtype)
-        return host if same else None  # not same: an earlier tensor at this address
+        return host if same else None  # if not `same`, an earlier tensor had this address
 
     def of_host(function):
         def call(x, *args, **kwargs):
@@ -169,7 +170,7 @@ class Phases:
         moved = {k.removesuffix("_bytes"): n / GIB for k, n in {**seen, **calls}.items()
                  if k.endswith("_bytes") and n > 2**20}
         copies = {"h2d": seen["h2d"], "d2h": seen["d2h"], "pageable": self.pageable.take()}
-        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # 1: our own wait
+        waits = sum(seen[f"sync_{what}"] for what in ("stream", "device", "event")) - 1  # synchronize above
         kernels = {"flash": launches("flash"), "fmha": launches("fmha"), "index_add": launches("indexFunc")}
         say({"phase": name, **{f"{k}_gib": round(x, 2) for k, x in {**memory, **moved}.items()},
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
