@@ -197,8 +197,7 @@ def edited(cfg, file: Path) -> str:
 
 
 def prepared(cfg) -> dict | str:
-    """Prepares a run. Returns a dict: "start" -> the run's first step, and name -> whole tensor. If a
-    UserError is raised, returns its message."""
+    """Prepares a run. Returns {"start": its first step, name: whole tensor}, or a UserError's message."""
     try:
         run = train.prepare(cfg)
     except UserError as e:
@@ -378,8 +377,7 @@ def first_rows(cfgs):
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
-    """Returns the lines that check_gold prints for training and evaluation data. If check_gold raises
-    UserError, the last line is "refused: " and the error message."""
+    """Returns what check_gold prints for all data. After a UserError, the last line is "refused: MESSAGE"."""
     problems, said = data.load_problems(cfg.data, tokenizer, cfg, str), []
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)

@@ -10,8 +10,7 @@ from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
-# (response, extractor -> answer). Extractors that are not listed find no answer. For "whole", which is never
-# listed, the test computes the answer.
+# (response, extractor -> answer). Extractors that are not listed, other than `whole`, find no answer.
 FORMATS = [
     (BLOCK, dict(orz="42", boxed="42", answer_tag="42", dapo="42", last_number="42")),
     (r"</think><answer>\boxed{4}</answer> <answer>42</answer>",

@@ -101,8 +101,7 @@ def test_a_metric_that_this_run_has_not_keeps_no_best(base):
 
 
 def locked(folder, **owner):
-    """Writes a lock file to `folder`. The lock's owner is process 7 on another host, unless `owner` names
-    another process or host. Returns the file."""
+    """Writes a lock file of process 7 on another host, with the changes `owner`. Returns the file."""
     folder.mkdir(exist_ok=True)
     file = folder / "lock"
     file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))

@@ -426,8 +426,7 @@ def test_make_demo_moves_a_finished_run_aside(tmp_path):
 
 
 def test_a_checkpoint_is_never_written_twice(two_ranks, tmp_path):
-    """A save replaces an incomplete checkpoint. The save fails if a complete checkpoint or a link is at its
-    path, or if the incomplete checkpoint contains a user's file."""
+    """A save replaces an incomplete checkpoint, but no complete checkpoint, no link and no user's file."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     final, temp = run_ / "ckpt" / "step_000004", run_ / "ckpt" / ".step_000004.x.part"
 

@@ -47,8 +47,7 @@ def test_learning_rates_depend_on_the_counts_alone():
     c = parse(["orz-7b", "--steps", "1000"])
     assert c.lr("policy", 0, 0) == pytest.approx(1e-6 / 50)  # the first update has a rate above 0
     assert c.lr("policy", 49, 0) == c.lr("policy", 999, 0) == 1e-6
-    # The critic has 12 updates per step. Update 1 of step 4 is its 50th update, the last of the warm-up.
-    assert c.lr("critic", 4, 1) == c.lr("critic", 900, 11) == 5e-6
+    assert c.lr("critic", 4, 1) == c.lr("critic", 900, 11) == 5e-6  # the 50th update ends the warm-up
     anneal = parse(["orz-32b", "--steps", "100", "--lr_decay", "linear", "--lr_end", "3e-7",
                     "--warmup_updates", "0"])
     assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7)

@@ -61,9 +61,7 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-# Flags and files of removed features. The docs may name them (docs/forking.md lists these features).
-GONE = {"attention", "price", "watch", "track", "start_moments", "export_kept", "verbose", "gold.json",
-        "lm_eval.json"}
+GONE = {"attention"}  # flags of removed features, which docs/forking.md names
 
 
 def commands() -> list[str]:

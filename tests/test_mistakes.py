@@ -35,15 +35,12 @@ AT_ONCE = {
     "no value": ("orz-7b --data d.jsonl --steps", "--steps"),
     "a share over 1": ("orz-7b --engine_share 80", "--engine_share is 80.0; needed: "),
     "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: "),
-    "a launcher's flag": ("orz-7b --nproc_per_node 8", "no flag --nproc_per_node: --ranks does that; needed"),
     "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another flag or value, as in train"),
     "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
     "a choice": ("orz-7b --lr_decay cosin", "'--lr_decay'; needed: one of ('constant', 'linear', 'cosine')"),
-    "a layout's name": ("orz-7b --layout prod", "argument '--layout'; needed: one of ('any', 'debug', 'prod"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
-    "layers below 0": ("orz-7b --recompute -1", "--recompute is -1; needed: auto, none, layers, or"),
     "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
     "a rate without its minus": ("orz-7b --policy_lr 1e6", "--policy_lr is 1000000.0; needed: "),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
@@ -56,9 +53,7 @@ AT_ONCE = {
     "a KL estimator without KL": ("orz-7b --kl_estimator k1", "needed: --kl_coef above 0"),
     "a KL estimator that is no loss": ("tiny-grpo --kl_coef 0.1 --kl_estimator k1", "k2 or k3"),
     "an end of a rate that stays": ("orz-7b --lr_end 1e-7", "--lr_decay linear"),
-    "a ratio with PPO": ("tiny-ppo --ratio token", "--algo grpo"),
     "groups of one": ("reinforce++-7b --drop_uniform", "does not compare"),
-    "resampled groups of one": ("reinforce++-7b --resample_rounds 2", "does not compare"),
     "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
     "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),
     "a home folder after =": ("tiny-ppo --model=~/none", f"no model folder '{Path.home()}/none'; needed: "),
@@ -214,8 +209,7 @@ RAW = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]"
 
 
 def test_the_refusal_of_a_hopeless_start_is_the_last_line(base, tiny, tmp_path):
-    """The run is refused because the model's first responses are all wrong. The output escapes the control
-    characters of the prompts and of the data file's name."""
+    """The first responses are all wrong, so the run is refused. The output has no raw control character."""
     data = tmp_path / f"{HOSTILE}.jsonl"
     rows = [{"prompt": f"{i} {HOSTILE[:8]}", "answer": f"{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,8 +26,7 @@ def base(tmp_path_factory) -> str:
 
 
 def execute(base: str, steps: int) -> dict:
-    """Runs all code cells. Returns what the test checks. Must run in a forked process, because it changes the
-    working folder and the environment."""
+    """Runs all code cells. Returns what the test checks. Changes the process's folder and environment."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -273,8 +273,7 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
     sends = nodes["policy"]
     assert (sends["forward"], sends["backward"]) == ((2 * n * 7 / 8, 0), (2 * layers * 7 / 8, 0))
     assert sends["reduce"] == (gradients * 7 / 8, 0) and sends["all-reduce"] == (0, 2 * gradients / 8 * 3 / 4)
-    # A rank has 256 samples of 8,192 tokens, and a token has 8 bytes. The rank sends 7/32 of these bytes
-    # within its node, and 24/32 to other nodes.
+    # A rank has 256 × 8,192 tokens of 8 bytes. It sends 7/32 of them within its node, 24/32 to other nodes.
     assert nodes["samples"]["exchange"] == pytest.approx((2**24 * 7 / 32, 2**24 * 24 / 32))
 
 

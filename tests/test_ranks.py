@@ -74,8 +74,7 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # Arguments of `gradients`: reshard, and an `accumulate` with which every backward pass, not only the
-    # last, sums the gradients over the pairs.
+    # reshard, and an `accumulate` with which every backward pass sums over the pairs, not only the last
     in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
@@ -110,8 +109,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """After a restart, torchrun's store still has the keys of the earlier ranks. The new ranks must not use
-    them. late: the rank that joins a second after the other"""
+    """After a restart, the ranks ignore keys of earlier ranks in torchrun's store. late: joins last"""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):

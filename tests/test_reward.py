@@ -228,7 +228,6 @@ def test_hostile_answers_end_within_the_deadline():
     ("score", "'score' is malformed; needed: path/to/file.py:function"),
     ("mine.py", "malformed"), ("mine.txt:score", "can't use .*No such file"),
     ("{dir}/mine.py:", r"no function ''\); needed: path/to/file.py:function"),
-    ("nowhere.py:score", "can't use .*No such file or directory: '/.*nowhere.py'"),
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
     ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"),
     ("{dir}/verl.py:score", "missing a required argument: 'data_source'"),
@@ -299,8 +298,7 @@ def test_custom_reward(custom):
                                   "OverflowError"}
 
 
-# A reward file (mine.py) and the modules that it imports. torz has files configs.py and answers.py, too;
-# mine.py must not get these.
+# A reward file (mine.py) and its imports. mine.py must not get torz's own configs.py and answers.py.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
@@ -339,8 +337,7 @@ IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers im
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
-    """A worker must find the modules beside a reward file without reading __path__ of all modules:
-    torch.classes.__path__ is not iterable."""
+    """A worker must not read the __path__ of all modules: torch.classes.__path__ is not iterable."""
     body = "    return float(torch.ones(len(response)).sum()) + numpy.zeros(1)[0]\n"
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
@@ -617,8 +614,7 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A run's saved samples can be graded again. A reward function's parameter `row` is then the sample's row
-    of the data, not the sample itself."""
+    """A run's saved samples can be graded again. The parameter `row` is the data row, not the sample."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
             for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]
