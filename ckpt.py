@@ -600,7 +600,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is no
     such checkpoint or model, or if `out` can't be written.
 
-    step: a number of steps, "best" or "last"
+    step: the checkpoint's step, such as "24", or "best" or "last"
     who: policy, critic or ref
     base: the base model's folder, if it was moved"""
     check_export_path(out)

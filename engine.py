@@ -41,7 +41,8 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 class MemoryLedger:
     """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. `residual` is
-    the GiB that the engine holds while it sleeps. Create the ledger before the engine.
+    the GiB that the engine holds while it sleeps. Create the ledger before the engine, because the first
+    reading must not include the engine's memory.
 
     On a GPU, counts the memory of all processes. torch's own statistics would also count tensors whose
     memory a sleeping engine has given back."""
@@ -115,7 +116,7 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
         """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy
-        each tensor before you take the next one."""
+        each tensor before you take the next one, because its memory may be freed then."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
@@ -229,11 +230,12 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
 
     before, after: tokens of one response; the stop string may begin in `before`
 
-    Searches only as far as a stop string that begins in `before` can end. The engine stops at others."""
+    Searches only the first tokens of `after`, in which a stop string that begins in `before` must end. The
+    engine itself stops at a stop string that lies entirely in `after`."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. `tail` may begin inside a character; with 8 more
-    # tokens, this character ends before the stop string begins.
+    # A stop string has at most as many tokens as bytes. `tail` may begin inside a character, which then
+    # decodes wrongly. With 8 more tokens in `tail`, this character lies before the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

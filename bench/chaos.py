@@ -43,11 +43,11 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # attempts to strike in the chosen phase
-TYPED = 4  # maximum number of starts of a run's command
+TYPED = 4  # a run is started at most so many times
 HANG = 120.0  # seconds without output, after which a command counts as hung
 
 
-# --- in a rank: the moment to strike
+# --- code that runs inside the ranks and times the fault
 
 # Fault -> the signals that the struck rank sends to itself
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
@@ -55,7 +55,7 @@ SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal
 
 
 def be_a_rank() -> None:
-    """Runs train.py. Before the fault, a thread of the rank to strike also runs `watch`."""
+    """Runs train.py. In the rank order["rank"], a thread also runs `watch` until the fault strikes."""
     order = json.loads(os.environ["CHAOS"])
     if int(os.environ["RANK"]) == order["rank"] and not Path(order["file"]).exists():
         threading.Thread(target=watch, args=(order,), daemon=True).start()
@@ -64,9 +64,11 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits until this rank has been in the chosen phase for the chosen time. Then writes order["file"], for
-    which the main program waits, and sends itself the fault's SIGNALS. In the undisturbed run, writes the
-    times of all phases to order["file"] at exit."""
+    """Waits for the time of the fault: order["after"] seconds after this rank began visit number
+    order["visit"] to order["phase"]. A visit is a stay in a phase. Then writes a message to order["file"],
+    for which the main program waits, and sends the fault's SIGNALS to this process.
+
+    In the undisturbed run, writes the begin and end of all visits to order["file"] at exit."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -122,14 +124,16 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. Its ranks run be_a_rank; from the second command on, train.py."""
+        """Starts the node's torchrun agent. In the first start of the run, the ranks run be_a_rank. In later
+        starts, they run train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
         env = {}
         if self.names:
             env["GLOO_SOCKET_IFNAME"] = f"eth{node}"
-            # In a namespace, the host name does not resolve to the node's address, so torchrun needs these.
+            # In a namespace, the host name does not resolve to the node's address, so torchrun needs
+            # these options.
             of_agent = ["--rdzv-conf", f"is_host={node == 0}", "--local-addr", f"10.77.0.{node + 1}"]
             host = ["ip", "netns", "exec", self.names[node]]
         program = ["-m", "bench.chaos"] if self.typed == 1 else ["train.py"]
@@ -176,7 +180,8 @@ class Nodes:
         return [agent.returncode for agent in self.agents.values()]
 
     def wait_for_strike(self) -> dict | None:
-        """Returns the message that the struck rank wrote, or None if the run ends or hangs first."""
+        """Waits for the message of `watch`. Returns it: a dict with the struck rank's "pid" and the "time".
+        Returns None if the run ends or hangs first."""
         file = Path(self.order["file"])
         while not file.exists():
             if not self.running() or self.hangs():
@@ -238,8 +243,8 @@ class Skipped(Exception):
 
 
 def by_signals(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """`watch` has sent SIGNALS to the struck rank. For `storm`, sends the same to all other ranks. For
-    `freeze`, continues the frozen rank after 3 s."""
+    """For the faults in SIGNALS: `watch` has already sent the signals to the struck rank. For `storm`, this
+    function sends them to all other ranks too. For `freeze`, it lets the stopped rank continue after 3 s."""
     if nodes.order["fault"] == "storm":
         for pid in nodes.ranks().values():
             for number in SIGNALS["storm"] * (pid != struck["pid"]):
@@ -386,8 +391,9 @@ def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def elsewhere(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Starts it again with two agents. One of them has another folder at the path --out, by a
-    mount namespace. Both must refuse and write nothing."""
+    """Kills the run, then starts it again with two agents. A mount namespace gives the second agent another
+    folder at the path --out, as if the disk were not shared. Both agents must end with an error and write
+    nothing."""
     if not system("unshare -m true"):
         raise Skipped("unshare is not allowed")
     nodes.kill_all()
@@ -416,7 +422,7 @@ FAULTS = {"kill": by_signals, "kill_all": kill_all, "stop": stop, "usr1": by_sig
           "second": second, "skew": skew, "stale": stale, "elsewhere": elsewhere}
 DISK = {"full", "read_only"}  # for these faults, the run's folder is on a small file system
 DAMAGE = {"flip", "half"}
-LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # then other ranks may lose connections
+LOSES_A_RANK = {"kill", "node", "stop", "usr1", "storm"}  # after these, ranks may print connection errors
 
 
 # --- the checks of a run
@@ -452,7 +458,7 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# An error of TensorBoard's thread. Allowed with a fault in DISK: log.Logger then makes a new writer.
+# An error of TensorBoard's thread. Faults in DISK may cause it, and log.Logger then makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -501,8 +507,8 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Context manager. Makes the run's folder. For a fault in DISK, the folder is on a small tmpfs, and is
-    copied to the disk at the end. Raises Skipped if it may not mount."""
+    """Context manager. Makes the run's folder. For a fault in DISK, mounts a small tmpfs there, and at the
+    end copies its files to the disk. Raises Skipped if the mount fails, for example without root."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -526,8 +532,8 @@ def remove(out: Path) -> None:
 
 
 def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
-    """Lets the fault strike, then restarts the run until it is complete. Returns the result; None if the
-    fault could not strike."""
+    """Causes the fault, then starts the run again until it is complete. Returns the fields to print about
+    this run, or None if the fault could not strike."""
     try:
         struck = nodes.wait_for_strike()
         faults = FAULTS | {"node": node}
@@ -550,12 +556,13 @@ def struck_run(nodes: Nodes, want: Path, rng: random.Random) -> dict | None:
             "identical": identical, "lines": lines_of(text)} | ({"wrong": wrong} if wrong else {})
 
 
-Visits = dict[str, list[list[float]]]  # phase -> [begin, end] in s of each visit (time in the phase)
+Visits = dict[str, list[list[float]]]  # phase -> [begin, end] (s) of each visit, a stay in the phase
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns phase -> [(number of a visit, length in s), …], for the visits that the fault can strike."""
-    saved = visits["files"][0][1] if fault in DAMAGE else 0  # DAMAGE needs the first checkpoint
+    """Returns phase -> [(number of a visit, length in s), …], for the visits in which the fault can strike. A
+    fault in DAMAGE needs a checkpoint, so it can strike only after the first save."""
+    saved = visits["files"][0][1] if fault in DAMAGE else 0  # the end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
     return {phase: times for phase, times in found.items() if times}

@@ -1,9 +1,9 @@
-"""Rehearses the production layout on one machine, with the tiny model, in three phases.
+"""Rehearses --layout production (32 ranks) on one machine, with the tiny model, in three phases.
 
     python -m bench.rehearse [--base runs/tiny-base-0] [--out runs/rehearse]     # or: make rehearse
 
 1. Four torchrun agents, with 8 ranks each, train two steps of 32 × 8 samples and save a checkpoint.
-2. 8 ranks with the debug layout resume the run and train two more steps.
+2. One agent with 8 ranks (--layout debug) resumes the run and trains two more steps.
 3. Like phase 1, but each model is sharded over all 32 ranks, not over the 8 ranks of an agent. The
    rewards must be equal to those of phase 1.
 

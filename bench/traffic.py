@@ -18,14 +18,15 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, `times` for tools.plan.sent)
+# function of torch.distributed -> (name in SENDS, `times`). An all-reduce has times = 2, because it sends as
+# much as a reduce-scatter and an all-gather together (tools.plan.sent).
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 
 
 def count() -> None:
-    """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks don't count:
-    they are train.py's own sums."""
+    """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks are not
+    counted, because they come from dist.all_sum (except with --shard_ranks 1)."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

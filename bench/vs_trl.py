@@ -14,7 +14,8 @@ Sides:
 The sides take turns of four steps: if the machine slows down, all suffer. --trl_python is the Python of an
 environment with TRL. The program sets --side, --seed and --out itself, for the processes that it starts.
 
-Prints one JSON line per side and seed. The last line, and bench/results/vs_trl-TASK.json, compare the sides.
+Each side trains once for each of --pairs seeds. Prints one JSON line per side and seed. The last line, and
+bench/results/vs_trl-TASK.json, compare the sides.
 """
 
 from __future__ import annotations

@@ -113,8 +113,9 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. `\boxed{2} and
-    \boxed{5}` becomes the list "2; 5", so a response can't win by offering several answers."""
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes with only words
+    such as "and" between them become one list: `\boxed{2} and \boxed{5}` gives "2; 5". So a response can't
+    win by offering several answers."""
     text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
     parts, start = [], None
     for box in reversed(_boxes(text)):

@@ -57,9 +57,9 @@ def test_every_cell_runs_and_the_policy_learns(base):
     assert len(seen["lines"]) == 6 and all(seen["lines"])
 
 
-def test_the_example_of_the_docs_makes_a_step_on_the_policys_loss(base, tmp_path, monkeypatch):
+def test_the_example_of_the_docs_computes_the_policys_loss(base, tmp_path, monkeypatch):
     """docs/faq.md. With one update, the ratio is 1, so the loss is minus the mean advantage of the tokens."""
-    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs/faq.md").read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(from configs.*?)```", (ROOT / "docs/faq.md").read_text(), re.DOTALL)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/tiny-base-0").symlink_to(base)
     monkeypatch.chdir(tmp_path)

@@ -79,7 +79,7 @@ def with_gaps(seed: int, count: int = 12) -> list[Sample]:
 
 
 def steps_of(samples: list[Sample]) -> list[list[int]]:
-    """Returns, for each sample, the indices of its trained tokens in the pack."""
+    """Returns, for each sample, the indices (in the pack) of its tokens in the loss."""
     found, start = [], 0
     for s in samples:
         first = start + len(s.prompt)
@@ -247,7 +247,7 @@ def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path)
 
 
 def test_the_environment_reads_the_last_segment_alone(tiny, env):
-    """The text that it reads includes the stop string, but not the end token."""
+    """The environment gets the text of the policy's last turn, with the stop string but without EOS."""
     samples, errors = sampled(tiny, f"{env}:counts", max_turns=4)
     engine, _ = setup(tiny, "")
     assert not errors and max(s.turns for s in samples) == 4
@@ -279,13 +279,13 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
     dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
-    """A trajectory that ends by --max_turns does not count as truncated."""
+    """All turns share one length limit. A trajectory that --max_turns ends does not count as truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
     turns = settings.get("max_turns", 8)
     assert max(len(s.ids) for s in samples) <= most and not errors
     assert max(s.turns for s in samples) == turns
     for s in samples:
-        # With one token left, the environment's text (one token) is left out.
+        # The environment's text has one token. If only one is left, no turn could follow: it is dropped.
         assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
 
@@ -314,7 +314,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
 
 
 def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns the scores and rows of an evaluation, in an environment if `env` is set."""
+    """Returns the scores of an evaluation, and a row for each response."""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
@@ -323,7 +323,7 @@ def evaluated(tiny, env) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """Only rows with several turns have the field `turns`."""
+    """A response's row has the field `turns` only if the response has several turns."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
     assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)

@@ -16,9 +16,12 @@ assert "RESULTS" in os.environ, "these figures are no results; needed: RESULTS=F
 words = [SMALL.get(before, word) for before, word in zip(sys.argv, sys.argv[1:], strict=False)]
 print("$ python", *words, file=sys.stderr, flush=True)
 if words[1].startswith("bench."):
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # torch's defaults, not train.py's
+    # Benches use torch's default allocator options. Without this line, bench/nullgpu/trainer.py would set
+    # those of train.py.
+    os.environ["PYTORCH_ALLOC_CONF"] = ""
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-if words[0] != "-u":  # -c or torchrun, which starts each rank as `proof.py -u train.py …`
+# Run `-c` and torchrun with the real Python. torchrun starts each rank as `PYTHON_EXEC -u train.py …`.
+if words[0] != "-u":
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())
 
@@ -36,7 +39,7 @@ KNOWN["0.5b"].layers = 2
 new, check, decode, sizes = Meter.__init__, selfcheck.selfcheck, TorchEngine._wave, {}
 most, repeat = Tensor.max, Tensor.repeat_interleave
 # Every value read from the stub device is 0. The patches below supply the values that the program needs.
-Meter.__init__ = lambda meter, device: new(meter)  # sums on the CPU: on the stub, all would be 0
+Meter.__init__ = lambda meter, device: new(meter)  # keeps the sums on the CPU
 selfcheck.selfcheck = lambda engine, weights, logp, prompts: ("", check(
     engine, weights, lambda xs, t: logp(xs, t).new_zeros(sum(len(x.ids) for x in xs)), prompts)[1])
 
@@ -50,7 +53,7 @@ def wave(engine, keys, requests, limits, *rest):
 
 
 TorchEngine._wave = wave
-# In TorchEngine._wave, the first max() is the largest limit, every other the longest prompt's length.
+# TorchEngine._wave calls max() first for the largest limit, and later only for the longest prompt's length.
 Tensor.max = lambda x, *args: (
     tensor((sizes["limit"] or [sizes["len"]]).pop()) if x.is_cuda and sizes and not args else most(x, *args))
 Tensor.repeat_interleave = lambda x, n, *args: (
