@@ -624,8 +624,9 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the layout that the first of these gives: --layout, the environment variable DEBUG_MODE,
-    `default`. DEBUG_MODE may be True ("debug") or False ("any"). Raises UserError for another value."""
+    """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides: True
+    means "debug", False means "any". Without both, returns `default`. Raises UserError if DEBUG_MODE has
+    another value."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])

@@ -43,7 +43,7 @@ from bench.common import ROOT, environment, new_folder, say
 
 RANKS, STEPS, SAVE_EVERY = 2, 8, 2  # RANKS is per node
 TRIES = 6  # attempts to strike in the chosen phase
-TYPED = 4  # a run is started at most so many times
+TYPED = 4  # maximum number of times that the command of a run is typed
 HANG = 120.0  # seconds without output, after which a command counts as hung
 
 

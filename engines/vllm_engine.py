@@ -119,7 +119,7 @@ def _import_vllm():
     with explained("for --engine vllm, vllm can't be imported",
                    "pip install -r requirements.txt, or --engine torch", ImportError):
         from vllm import LLM, __version__
-    # Because of the added point, 0.32 and 0.32.1 match the version 0.32, but 0.320 does not.
+    # The "." after both versions lets 0.32 in VERSIONS match 0.32 and 0.32.1, but not 0.320.
     tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
             f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch")

@@ -113,9 +113,9 @@ def _after_thought(text):
 
 
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes with only words
-    such as "and" between them become one list: `\boxed{2} and \boxed{5}` gives "2; 5". So a response can't
-    win by offering several answers."""
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
+    are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
+    is graded as one answer, so a response can't win by offering several."""
     text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
     parts, start = [], None
     for box in reversed(_boxes(text)):

@@ -247,7 +247,8 @@ def user_files(spec: str) -> dict[str, str]:
     path from the folder of FILE.py."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # A subfolder `wandb` may put the installed wandb into `_modules`. `startswith` excludes its files.
+    # If the folder has a subfolder `wandb`, `_modules` may hold the installed package wandb. `startswith`
+    # leaves it out.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())

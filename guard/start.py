@@ -290,7 +290,7 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
             bad.append(i)
         elif kind == "math":
-            # The test answer is a wrong one: a text equal to `gold` is accepted before `gold` is parsed.
+            # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.
             other = "-1.5" if "." in gold else "-1"
             grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
     grades = grader.results()

@@ -137,8 +137,8 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
 
 
 def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A heartbeat renews the lock file's modification time. If this time is over DEAD seconds ago, a new run
-    takes over the lock at once. Otherwise the run first waits for a heartbeat."""
+    """A new run takes over a lock at once if the last heartbeat is more than DEAD seconds old. Otherwise it
+    waits, and takes over the lock if no heartbeat comes. A heartbeat renews the file's modification time."""
     file = locked(tmp_path / "a")
     os.utime(file, (0, 0))
     lock = FolderLock(file)
@@ -197,7 +197,7 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(base):
 
 
 def test_a_stop_is_heard_between_rounds_of_resampling(base, tmp_path):
-    """All rewards are 0, so without the signal --resample_rounds would replace prompts for ever."""
+    """All rewards are 0, so --resample_rounds would replace prompts for ever if no signal came."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), algo="grpo", critic_updates=1, reward=("exact",),
                               resample_rounds=10**6, eval_every=0)
     began = time.monotonic()

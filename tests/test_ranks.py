@@ -186,7 +186,7 @@ def test_weights_and_optimizer_state_rest_where_they_rested_before():
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
     dist.to_host(model, optimizer)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # with Adam's step counts: fused Adam needs them on the device
+    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts too, as fused Adam needs
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 

@@ -372,7 +372,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # else the ref has the policy's shape and needs less than the policy's update
+    if case.cfg.ref_model:  # Otherwise ref has the policy's shape, and the policy's update needs more memory.
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,

@@ -68,7 +68,7 @@ class Task(NamedTuple):
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said: total of a column -> the number to write; bench/tasks.py makes errors with it"""
+    said: total of a column -> the number to write for it (bench/tasks.py writes wrong ones on purpose)"""
     columns, carry = [], 0
     while a or b:
         terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
