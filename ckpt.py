@@ -307,11 +307,13 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
     """Delete old checkpoints, and let the link ckpt/best point to the best one (--keep_best). The newest
     `keep`, the best one and symbolic links stay. Returns error messages, one line each."""
     found = complete(out)
-    best = best_of(out, found, keep_best)
+    best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
+    if keep_best and not best and link.is_symlink():  # no row has this metric yet
+        best = link.with_name(os.readlink(link))
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
     errors = {f"the old checkpoint {p} can't be removed": _attempt(_remove, p)[0] for p in old}
     if best:
-        errors["ckpt/best can't be made"] = _attempt(_link_best, out / "ckpt" / "best", best.name)[0]
+        errors["ckpt/best can't be made"] = _attempt(_link_best, link, best.name)[0]
     return [f"{what} ({error})" for what, error in errors.items() if error]
 
 
@@ -403,7 +405,12 @@ def find(out: Path, resume: str) -> Path | None:
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
-    path = named(resume)
+    try:
+        path = named(resume)
+    except UserError:
+        if newest:  # the run that it began from is gone
+            return newest
+        raise
     require(path not in [p.resolve() for p in older], f"--resume {resume} is older than the newest "
             f"checkpoint, {newest}", "another --out, so that the newer checkpoints stay")
     return newest or path
@@ -451,9 +458,9 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
-def template_hash(tokenizer: Any) -> str:
-    """Returns a hash of the tokenizer's chat template."""
-    return short_hash(str(tokenizer.chat_template).encode())
+def template_hash(tokenizer: Any, template: str) -> str:
+    """Returns a hash of the tokenizer's chat template; "" if --template is not chat."""
+    return short_hash(str(tokenizer.chat_template).encode()) if template == "chat" else ""
 
 
 def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
@@ -612,9 +619,10 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     source = base or source_of(who, saved["config"])
     tokenizer = load_tokenizer(base or saved["config"]["model"])
     fix_date(tokenizer, saved["config"]["date"])
-    check_read(path, saved,
-               model_facts(source, tokenizer, who) | {"chat template": template_hash(tokenizer)},
-               f"--model with the folder that the run started from (was: {source_of(who, saved['config'])})")
+    template = template_hash(tokenizer, saved["config"]["template"])
+    check_read(path, saved, model_facts(source, tokenizer, who) | {"chat template": template},
+               "--model with the folder that the run started from (was: "
+               f"{source_of(who, saved['config'])})")
     with torch.device("meta"):
         model = (Critic if who == "critic" else Policy)(load_config(source))
     weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}

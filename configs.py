@@ -754,7 +754,7 @@ def model_folder(path: str) -> Path:
     """Returns the path of a model's folder. Raises UserError if `path` is not such a folder."""
     check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
-            _build(path) or "a Hugging Face model folder or an id of the Hub")
+            _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
     return Path(path)
 
 
@@ -793,6 +793,8 @@ EFFECTS = (
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
+    ("eval_samples", lambda c: any(c.eval_temperature) or max(c.eval_samples) == 1,
+     "--eval_temperature above 0: otherwise all samples are equal"),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
     ("clip_low clip_high", lambda c: c.updates_per_step > 1,
      "--policy_updates 2 or --passes_per_step 2: with one update the ratio is 1"),

@@ -44,9 +44,7 @@ TEMPLATES = {
         "<answer> answer here </answer>. User: You must put your answer inside "
         "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
         "answer will be extracted automatically by the \\boxed{} tag.\n"
-        "This is the problem:\n"
-        "{problem}\n"
-        "Assistant: <think>"),
+        "This is the problem:\n{problem}\nAssistant: <think>"),
     "plain": "{problem}<think>",
 }
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
@@ -272,8 +270,8 @@ def prompt_form(template: str) -> str:
 
 def _fill_form(form, turns, template):
     earlier = [role for role, content in turns[:-1] if content.strip()]
-    require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), which "
-            f"--template {template} can't show", "--template chat")
+    require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
+                         f"which --template {template} can't show", "--template chat")
     return form.replace("{problem}", turns[-1][1])
 
 
@@ -349,8 +347,9 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    every = [short_hash(f"{(p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}".encode())
-             for p in problems]
+    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))  # batch_at draws from each file
+    every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}"
+                        f"{files.index(p.file) if p.weight % 1 else ''}".encode()) for p in problems]
     return short_hash("".join(every).encode())
 
 

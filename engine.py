@@ -175,8 +175,9 @@ class Engine(abc.ABC):
         """Raises RuntimeError unless the engine is awake with the weights of `version`."""
         if self.version != version:
             raise RuntimeError(
-                f"the engine holds weights of step {self.version}, but generate was called for step "
-                f"{version}; call it inside `with engine.awake(full_weights(policy), version=step)`")
+                f"the engine holds weights of step {self.version}, but generate was called "
+                f"for step {version}; call it inside `with engine.awake(full_weights(policy), "
+                "version=step)`")
 
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError for a repeated, unknown or missing name."""
@@ -200,8 +201,8 @@ class Engine(abc.ABC):
             raise RuntimeError(
                 f"the engine failed {doing}: {type(e).__name__}: {message}\n"
                 f"GiB in use: {self.ledger.text()}\n"
-                f"if memory was short: a smaller --engine_share ({self.cfg.engine_share}) or --max_num_seqs "
-                f"({self.cfg.max_num_seqs})") from e
+                f"if memory was short: a smaller --engine_share ({self.cfg.engine_share}) or "
+                f"--max_num_seqs ({self.cfg.max_num_seqs})") from e
 
     def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
                stopped: bool) -> Sample:

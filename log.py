@@ -308,7 +308,8 @@ class Tracker:
     def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], alarm: Say) -> None:
         self.out, self.config, self.alarm, self.failed = out, config, alarm, False
         self.file = out / f"{type(self).__name__}.json"
-        self.state = {"id": uuid.uuid4().hex, "next_step": 0} | read_json(self.file)
+        known = read_json(self.file) if rows else {}  # a run that begins anew is another run at the service
+        self.state = {"id": uuid.uuid4().hex, "next_step": 0} | known
         self._attempt(self.start)
         for row in rows:
             self.step(row, [])

@@ -560,6 +560,9 @@ def on_meta(kind: type, path: str) -> PackModel:
     with torch.device("meta"):
         model = kind(load_config(path))
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
+    names = [name for file in Path(path).glob("*.safetensors") for name in safe_open(file, "pt").keys()]
+    require(len(names) == len(files), f"two .safetensors files in {path} have the same tensors",
+            "a folder with the files of one model")
     require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
             "the folder of a language model, such as RUN/export/policy")
     # Not state_dict(), which lists a tied weight twice.

@@ -142,7 +142,8 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
         found = graders_of(dataset, terms)
         require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
                 f"--reward names no grader that can grade the rows of data set {dataset!r}",
-                f"a grader for them, such as --reward math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
+                "a grader for them, such as --reward "
+                f"math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
 
 
 # --- trajectories
@@ -494,8 +495,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    raise UserError(f"two files of --eval_data would have the same name: {' '.join(paths)}; needed: each "
-                    "file once, and different file names")
+    raise UserError(f"two files of --eval_data would have the same name: {' '.join(paths)}; "
+                    "needed: each file once, and different file names")
 
 
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,

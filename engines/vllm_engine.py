@@ -122,7 +122,8 @@ def _import_vllm():
     # The "." after both versions lets 0.32 in VERSIONS match 0.32 and 0.32.1, but not 0.320.
     tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
     require(tested, f"--engine vllm was not tested with vllm {__version__}",
-            f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch")
+            f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine "
+            "torch")
     return LLM
 
 

@@ -264,7 +264,8 @@ def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
            for form in forms.keys() - {usual}}
     odd["the gold answer has several words"] = [
         n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1]
-    return [f"in {len(found)} of {len(rows)} rows (the first: {' '.join(map(str, found[:3]))}) {what}"
+    return [f"in {len(found)} of {len(rows)} rows (the first: "
+            f"{' '.join(map(str, found[:3]))}) {what}"
             for what, found in odd.items() if found]
 
 

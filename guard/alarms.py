@@ -21,8 +21,8 @@ ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
         "entropy is {now[entropy]:.2g} nats a token "
-        "(first step: {now[first_entropy]:.2g}): the policy stops exploring; try a lower "
-        "--policy_lr, --clip_high 0.28 or a small --entropy_coef"),
+        "(first step: {now[first_entropy]:.2g}): the policy stops exploring; try a "
+        "lower --policy_lr, --clip_high 0.28 or a small --entropy_coef"),
     "length": (
         lambda now, cfg: (now["reward"] < SOLVED and now["response_len"] < now["longest"] / 3
                           and now["reward"] <= now["reward_at_longest"]),

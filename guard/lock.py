@@ -77,8 +77,8 @@ class FolderLock:
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
-            print(f"the lock {self.file} belongs to a run on another host; waiting up to {patience:.0f} s to "
-                  "see whether that run is alive", flush=True)
+            print(f"the lock {self.file} belongs to a run on another host; waiting up to "
+                  f"{patience:.0f} s to see whether that run is alive", flush=True)
         while self._beaten() == before and time.monotonic() - began < patience:
             time.sleep(2)
         return self._beaten() not in (before, 0.0)
@@ -98,8 +98,8 @@ class FolderLock:
                 with contextlib.suppress(OSError):
                     os.utime(self.file)
             elif owner:
-                print(f"{self.file.parent} was taken over by process {owner['pid']} on {owner['host']}: "
-                      "this process ends without saving", file=sys.__stderr__, flush=True)
+                print(f"{self.file.parent} was taken over by process {owner['pid']} on "
+                      f"{owner['host']}: this process ends without saving", file=sys.__stderr__, flush=True)
                 os._exit(1)
 
 

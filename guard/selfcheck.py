@@ -91,7 +91,8 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
             if agree != (scale == 1) and not first_error:
                 worst = [s.prompt_id for s in samples for _ in s.ids][gaps.argmax()]
                 first_error = (
-                    f"{when}: engine and trainer differ by {gaps.mean():.3g} nats a token (limit {limit:g}), "
-                    f"by up to {gaps.max():.3g} after prompt {worst}, on {kind} responses; likely causes: "
-                    f"{likely}")
+                    f"{when}: engine and trainer differ by {gaps.mean():.3g} nats a token (limit "
+                    f"{limit:g}), "
+                    f"by up to {gaps.max():.3g} after prompt {worst}, on {kind} responses; likely "
+                    f"causes: {likely}")
     return first_error, largest

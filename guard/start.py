@@ -98,8 +98,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
 
 # Files and folders that a run or tools.report writes. A run overwrites them only in an earlier run's folder.
 # A folder with .git is no run's folder either.
-WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl alarms.old.jsonl ckpt "
-           "export samples eval tb nonfinite plot.png report.html").split()
+WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
+           "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html").split()
 
 
 def is_run(folder: Path) -> bool:
@@ -115,7 +115,8 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
     owner: content of rank 0's lock."""
     needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
     require(FolderLock(folder / "lock").owner() == owner,
-            f"on this host, {folder} is another folder than on rank 0's host {owner['host']}", needed)
+            f"on this host, {folder} is another folder than on rank 0's host "
+            f"{owner['host']}", needed)
     with explained(f"can't write to {folder}", needed, OSError):
         probe.touch()
         probe.unlink()
@@ -140,17 +141,18 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
     first dict must be unchanged. Changes in the second dict are printed."""
     files, config = grader.files, vars(cfg)
     read = {"problems (--data, --template, --reward)": fingerprint(problems), "--env": files.get(grader.env),
-            "chat template": ckpt.template_hash(tokenizer),
+            "chat template": ckpt.template_hash(tokenizer, cfg.template),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
+    noted = ckpt.VERSIONS | read  # all that tools.report compares
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
         if used:
             read |= ckpt.model_facts(ckpt.source_of(who, config), tokenizer, who)
     if cfg.has_ref:
         weights = sorted(Path(ckpt.source_of("ref", config)).glob("*.safetensors"))
         read["ref's weights"] = "in the checkpoint" if cfg.keeps_ref else [*map(ckpt.crc32, weights)]
-    noted = ckpt.VERSIONS | {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
-                             for name, found in held_out.items()}
+    noted |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
+              for name, found in held_out.items()}
     models = {name: config[name] for name in ("model", "critic_model", "ref_model") if config[name]}
     return read, noted | {f"files of --{name}": folder_fingerprint(models[name]) for name in models}
 
@@ -310,13 +312,14 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
             "prompt, and each prompt has only one (--samples_per_prompt 1)",
             "--samples_per_prompt 2 or more, or --reward without length")
     require("length" not in names or not cfg.carry or cfg.compares_samples, "--reward length compares the "
-            f"samples of a prompt, and --carry {cfg.carry} may train on them in different steps",
+            f"samples of a prompt, and --carry {cfg.carry} may train on them in different "
+            "steps",
             "only one of them")
     parts = " ".join(name for name in ("format", "tags") if name in names)
     prompt = tokenizer.decode(list(problems[0].ids))
     require(not parts or not prompt.rstrip().endswith("<think>"),
-            f"--reward {parts} looks for <think> in the response, and the prompt of --template "
-            f"{cfg.template} already ends in <think>",
+            f"--reward {parts} looks for <think> in the response, and the prompt of "
+            f"--template {cfg.template} already ends in <think>",
             f"a --template that does not end in <think>, or --reward without {parts}")
 
 
@@ -339,7 +342,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     for s in sorted(shown, key=lambda s: s.prompt_id):
         say(f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
             f"response  {shorten(s.text, 400) or '(empty)'}\n"
-            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}")
+            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold "
+            f"{batch[s.prompt_id].answer!r}")
     reasons = Counter(dist.gather_all(s.reason for s in samples))
     total, cut = reasons.total(), reasons["truncated"]
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
@@ -349,8 +353,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
         for name in readers(s.policy_text) if name != "whole"))
     others = ", ".join(f"{name} in {n}" for name, n in found.most_common())
     if others and reasons["unparsed"] > total / 20:
-        say(f"--extractor {' '.join(cfg.extractor)} found no answer in {reasons['unparsed']} responses; "
-            f"others would: {others}\n")
+        say(f"--extractor {' '.join(cfg.extractor)} found no answer in "
+            f"{reasons['unparsed']} responses; others would: {others}\n")
     require(cfg.go or cut <= total / 2,
             f"{cut} of the first {total} responses were cut at "
             f"--max_response_len {cfg.max_response_len} and score 0",

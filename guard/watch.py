@@ -92,8 +92,8 @@ def handle_signals(grace: float) -> Iterator[None]:
     def watch_grace():
         while not ended.wait(0.2):
             if stop_signal and time.monotonic() - stop_signal[1] > grace:
-                print(f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} has not "
-                      "ended: this process ends without saving", file=sys.stderr)
+                print(f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} "
+                      "has not ended: this process ends without saving", file=sys.stderr)
                 os._exit(1)
 
     stop_signal.clear()

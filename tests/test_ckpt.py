@@ -309,6 +309,7 @@ def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
             ckpt.find(link, str(resume))
     with pytest.raises(UserError, match="no complete checkpoint"):
         ckpt.find(new, "nothing")
+    assert ckpt.find(link, "nothing") == link / "ckpt" / ten.name
 
 
 def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):

@@ -84,9 +84,9 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
     """Each of the 30 steps has 24 wrong and 24 right samples. The report shows 6 of each, in 5 steps."""
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(healthy(1)[0]) + "\n")
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in healthy(30)))
     (tmp_path / "samples").mkdir()
-    for step in range(30):
+    for step in range(36):  # an earlier run left six files more
         rows = [sample(i, j, j % 2 == 1, f"answer {step} {i} {j}") for i in range(3) for j in range(16)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(text)

@@ -52,7 +52,7 @@ from configs import (
     show,
     user_errors,
 )
-from data import fingerprint
+from data import fingerprint, prompt_form
 from engine import Engine
 from grading.worker import Grader
 from guard.start import check_gold, with_date
@@ -210,6 +210,9 @@ def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
     `given`. Raises UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
     for facts in filter(None, (read_json(Path(model, MARKER)) for model in models)):
+        template = facts["template"]
+        require("template" in given or prompt_form(template) == facts["prompt"],
+                f"{template} has another text than at the training", "that text, or another --template")
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in given}
         other = differences(found, ours)
@@ -282,7 +285,8 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    cfg = with_date(cfg, tokenizer, "", say)
+    # An export's own chat template may have its date already.
+    cfg = with_date(replace(cfg, date=""), tokenizer, cfg.date, say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
@@ -319,8 +323,8 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
         check_engine_flags(c.path, c.cfg, world.device)
         kind = c.cfg.engine_kind(world.device.type == "cuda")
         require(c.engine_key == first.engine_key or kind != "vllm",
-                f"vLLM runs only models of one kind in a process, and {c.cfg.model} differs from "
-                f"{first.cfg.model} in config.json, tokenizer or end tokens",
+                f"vLLM runs only models of one kind in a process, and {c.cfg.model} differs "
+                f"from {first.cfg.model} in config.json, tokenizer or end tokens",
                 "a separate command for each, or --engine torch")
 
 
@@ -367,8 +371,8 @@ def main(argv: Sequence[str]) -> None:
     with make_grader(cfg, say) as grader:
         candidates = [load_candidate(cfg, say_once, grader.reads_rows) for cfg in cfgs]
         check_candidates(candidates, world)
-        say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, --eval_temperature "
-                 f"{cfg.eval_temperature}")
+        say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, "
+                 f"--eval_temperature {cfg.eval_temperature}")
         # Check the gold answers with only the first model's sets, because all models have the same answers.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)

@@ -563,11 +563,12 @@ def shortage(case: Case) -> str:
                 f"{gib(case.capacity)}")
     tokens, length = kv_tokens(case), case.cfg.engine_len
     if case.gpu and tokens < length:
-        return (f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds {tokens:,} tokens "
+        return (f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds "
+                f"{tokens:,} tokens "
                 f"beside the weights, but a prompt with its response may have {length:,}")
     if case.offloads and 0 < case.host < case.state * case.local:
-        return (f"each rank keeps {gib(case.state)} in host memory, but the {case.local} ranks of a machine "
-                f"share {gib(case.host)}")
+        return (f"each rank keeps {gib(case.state)} in host memory, but the {case.local} "
+                f"ranks of a machine share {gib(case.host)}")
     return ""
 
 

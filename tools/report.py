@@ -164,7 +164,7 @@ def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
     training, the last alarms, and the paths of report, plot, metrics and exported model."""
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
-    files = sorted((run / "eval").glob("step_*.jsonl"))
+    files = _files(run, "eval")
     if len(files) > 1:
         for base, trained in zip(read_jsonl(files[0])[:3], read_jsonl(files[-1]), strict=False):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base['gold']})")
@@ -204,10 +204,16 @@ def _fold(title, html):
     return f"<details><summary>{escape(title)}</summary>{html}</details>"
 
 
+def _files(run, kind):
+    """Returns the files of responses of the steps in metrics.jsonl. An earlier run may have left others."""
+    steps = [row["step"] for row in read_metrics(run)]
+    return [file for file in sorted((run / kind).glob("step_*.jsonl")) if int(file.stem[5:]) in steps]
+
+
 def _samples(run, kind):
     """Returns wrong and right responses of at most six steps as HTML, the newest step first. kind: the
     folder's name"""
-    files, html = sorted((run / kind).glob("step_*.jsonl"), reverse=True), ""
+    files, html = _files(run, kind)[::-1], ""
     for file in files[::len(files) // 6 + 1]:
         rows, cards = read_jsonl(file), ""
         for right in (False, True):
