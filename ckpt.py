@@ -182,8 +182,8 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     facts: content of state.json
-    saved: `save` saves nothing after this number of steps: the steps of the newest checkpoint in `out`, or 0
-        in a new run. None: `save` always saves
+    saved: number of steps of the newest checkpoint in `out`, 0 in a new run. `save` does not save this
+        number of steps again. None: `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
@@ -288,7 +288,11 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     """Write state.json and COMPLETE into the folder `temp`, and rename it to `final`, the checkpoint's path.
     To upload checkpoints, add the upload at the end of this function.
 
-    Raises OSError if a file is missing or cut, or if `final` is a complete checkpoint."""
+    facts: content of state.json
+    files: the other files in `temp`
+
+    Raises OSError if a file is missing or has another size than in `files`, or if `final` is a complete
+    checkpoint."""
     state = temp / "state.json"
     state.write_text(json.dumps(facts))
     files = {**files, **_describe(state)}
@@ -334,7 +338,7 @@ def _link_best(link, name):
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest `metric`, or None.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     scores = {}
@@ -360,8 +364,8 @@ def complete(out: Path) -> list[Path]:
 
 
 def read_mark(folder: Path) -> Files | None:
-    """Returns the content of COMPLETE, or None if there is none. If COMPLETE is not JSON, returns an entry
-    that `damaged` reports."""
+    """Returns the content of COMPLETE, or None if there is no such file. If COMPLETE is not JSON, returns an
+    entry without a checksum, so that `damaged` reports this file."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
@@ -373,8 +377,8 @@ def read_mark(folder: Path) -> Files | None:
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
     file."""
-    # A resumed run would also read shards and carried files that COMPLETE does not list. So such files count
-    # as changed.
+    # A resumed run reads all files with these names. A file that COMPLETE does not list was added after the
+    # save, so it counts as changed.
     foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -449,8 +453,8 @@ NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version"
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns name -> value of what a run reads from a model folder: config.json's settings, the tokenizer's
-    hash and the end tokens."""
+    """Returns what a run reads from a model folder, for `check_read`: name -> value. These are config.json's
+    settings, the tokenizer's hash and the end tokens."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
@@ -511,8 +515,9 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """Fill a model and its optimizer. An optimizer creates its state in its first step. So this function
-    makes a step with zero gradients, and then overwrites weights and state."""
+    """Load a model and its optimizer from the checkpoint `path`, where the model's name is `who`. A new
+    optimizer has no state tensors. So this function first makes a step with zero gradients, which creates
+    them."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():

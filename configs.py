@@ -6,8 +6,8 @@ A preset is a named set of settings. A layout sets the number of ranks; the layo
 Config is also the command line: `train.py PRESET --flag value`. A flag beats the layout, the layout beats the
 preset, the preset beats the default.
 
-The values of the `orz-*` presets are those of Open-Reasoner-Zero (ORZ, arXiv 2503.24290). ORZ's code calls
-one GPU a node. In torz, a node is a machine."""
+The values of the `orz-*` presets are those of Open-Reasoner-Zero (ORZ, arXiv 2503.24290). In ORZ's code, a
+node is one GPU. In torz, a node is a machine."""
 
 from __future__ import annotations
 
@@ -711,8 +711,8 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Leaves names of the Hub, and runs on several
-    machines, to later checks."""
+    """Raises UserError if --model or a data file does not exist. Skips names on the Hugging Face Hub, and
+    checks nothing in a run on several machines: later checks cover both."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if Path(cfg.model).parent.is_dir() or not HUB_ID.fullmatch(cfg.model):

@@ -489,8 +489,10 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
 
 
 def _neighbours(indices, lengths, prompts, limit):
-    """Cut the ascending list of sample indices into lists. Each list has samples of one prompt, and at most
-    `limit` tokens unless it is a single sample."""
+    """Returns lists of samples that stay in one pack, so that the pack computes their prompt only once. A
+    list has samples of one prompt, and at most `limit` tokens unless it is a single sample.
+
+    indices: ascending sample indices"""
     lists = []
     room = 0
     for i in indices:
@@ -591,7 +593,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
     computed = np.arange(starts[-1])
-    # In sorted order, of all earlier segments the previous one (i) shares the longest prefix with j.
+    # In sorted order, no earlier segment shares a longer prefix with j than its predecessor i.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))

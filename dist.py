@@ -187,7 +187,8 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     """Yields the packs of an update. The caller runs a forward and a backward pass on each pack, before it
     takes the next. Every rank must have the same number of packs.
 
-    If the `mesh` is 2-d, only the last backward pass sums the gradients across the groups of ranks."""
+    With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
+    pass. This saves communication."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
@@ -297,7 +298,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # If x is new, or if FSDP has padded an uneven shard, x is not in `home`: `home` may lack its values.
+        # Usually to_host has stored x in `home` itself. A new tensor, or an uneven shard that FSDP has
+        # padded, has memory of its own, so its values are copied to `home` first.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -413,7 +415,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
     keys[i]: index of samples[i] among the samples of all ranks
-    layout[minibatch][rank][pack]: these indices, for the samples of one pack"""
+    layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `keys`"""
     rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
                for pack in packs for key in pack}
     outgoing = [{} for _ in range(td.get_world_size())]
@@ -428,8 +430,8 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # --- the network
 
-# For each speed of measure_network: (text to print, environment variable that slows the network, likely
-# cause of a slow network if the variable is not set).
+# One row for each speed of measure_network: the text to print, an environment variable that slows this
+# network, and the likely cause of a low speed without this variable.
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
@@ -441,8 +443,9 @@ def measure_network(world: World, local: int) -> list[float]:
 
     local: number of ranks of each node
 
-    To compute a speed, the bytes are counted as in a ring of n ranks. There a rank sends (n - 1) / n of the
-    tensor in an all-gather, and twice as much in an all-reduce: together 3 (n - 1) / n of the tensor."""
+    A timed round is an all-reduce and an all-gather of one tensor. In a ring of n ranks, a rank sends
+    2 (n - 1) / n of the tensor in the all-reduce, and (n - 1) / n in the all-gather. Speed 1 is the
+    sum of these bytes over all rounds, divided by the seconds. Speed 2 also sums over the ranks of a node."""
     nodes, speeds = torch.arange(world.size).view(-1, local), []
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]

@@ -231,12 +231,12 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
 
     before, after: tokens of one response; the stop string may begin in `before`
 
-    Searches only the first tokens of `after`, in which a stop string that begins in `before` must end. The
-    engine itself stops at a stop string that lies entirely in `after`."""
+    Searches only the first tokens of `after`, because a stop string that begins in `before` ends there. A
+    stop string farther on lies entirely in `after`, so the engine itself has stopped at it."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. `tail` may begin inside a character, which then
-    # decodes wrongly. With 8 more tokens in `tail`, this character lies before the stop string.
+    # A stop string has at most as many tokens as bytes. If `tail` begins in the middle of a character, its
+    # text begins with a wrong character. The 8 extra tokens keep this character out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
     texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]

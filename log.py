@@ -32,7 +32,8 @@ NAN = float("nan")
 
 class Meter:
     """Collects the metrics of a step on one rank. The sums are tensors on `device`, so the CPU does not wait
-    for the GPU. Every rank must add the same metrics, in the same order."""
+    for the GPU. `reduce` matches the ranks' metrics by position, so every rank must add the same metrics in
+    the same order."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device

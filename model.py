@@ -111,8 +111,9 @@ class Segments:
     """Arranges the tokens of a pack for attention. Made once per forward pass.
 
     If several segments begin with the same tokens, the model computes these tokens once, but attention needs
-    them in each segment. So queries, keys and values are copied to slots, the rows of attention's input. The
-    slots form padded blocks in two cases: on a CPU, and for fp32 on CUDA.
+    them in each segment. So queries, keys and values are copied to slots, the rows of attention's input.
+    varlen_attn takes the slots end to end. On a CPU and with fp32, scaled_dot_product_attention takes blocks
+    of slots instead: each segment is a padded row of a block.
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
         computed tokens          p q a b c r s t u                      U = 9
@@ -128,8 +129,8 @@ class Segments:
         inverse (T,): for each token of the pack, the number (0 to U - 1) of its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots (S,): for each slot, the number of its computed token. outputs (U,): for each computed token,
-        # one of its slots. Both are None if nothing is copied.
+        # slots (S,): the computed token (0 to U - 1) that each slot holds. outputs (U,): for each computed
+        # token, a slot that holds it. Both are None if slots and computed tokens are the same.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
@@ -235,8 +236,8 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Log-probs and entropies from a linear head in fp32, in chunks, because the logits (n, V) would take too
-    much memory.
+    """Computes log-probs and entropies in fp32 from hidden states, with a linear head. Logits (n, V) would
+    take too much memory, so only a chunk of the rows is computed at once.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs (n,) and entropies
     (n,)."""
@@ -317,8 +318,8 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class that keeps the present `__init__` and `__call__`.
-    Must be called before vLLM starts, because vLLM replaces both for some families."""
+    """Returns a subclass of transformers' backbone class that has the original `__init__` and `__call__`.
+    Must be called before vLLM starts, because vLLM replaces both methods in some backbone classes."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -350,8 +351,8 @@ class PackModel(nn.Module):
             all layers if whole is None   everything"""
         for i, layer in enumerate(self.model.layers if whole is not None else ()):
             keep = {} if i < whole else {"context_fn": keep_products}
-            # Wraps only `forward`, so that the recomputation does not run FSDP's hooks. These gather and free
-            # the weights.
+            # FSDP's hooks run around `forward`. `checkpoint` wraps only `forward`, so that the recomputation
+            # does not gather and free the weights once more.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                     preserve_rng_state=False, **keep)
 
@@ -361,7 +362,7 @@ class PackModel(nn.Module):
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns the last hidden states (n, D) of the pack's tokens with the indices `at` - 1. at: (n,)."""
+        """Returns (n, D): for each index i in `at` (n,), the last hidden state of the text before token i."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
@@ -371,7 +372,7 @@ class PackModel(nn.Module):
         """Allocate memory for this model, which is on the meta device until then. Compute its buffers in
         fp32. The caller must then fill the parameters.
 
-        A buffer that transformers does not compute stays NaN, so the error is noticed."""
+        A buffer that transformers does not compute stays NaN, and makes the outputs NaN instead of wrong."""
         self.to_empty(device=device)
         self.tie()
         for p in self.parameters():
@@ -493,8 +494,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def folder_fingerprint(path: str) -> str:
-    """Returns a hash of a model folder's files: of each file the name, the size and about 64 blocks of
-    4 KiB."""
+    """Returns a hash that shows whether a model folder has changed. To save time, it covers only the name,
+    the size and about 64 blocks of 4 KiB of each config, tokenizer and weights file."""
     blocks = []
     for file in sorted(Path(path).iterdir()):
         if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
@@ -555,8 +556,9 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 
 def on_meta(kind: type, path: str) -> PackModel:
-    """Returns a Policy or Critic without memory for its weights. Raises UserError unless the files have the
-    model's tensors. Two exceptions: a critic's head may be missing, and tensors of NOT_OURS may be there."""
+    """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
+    differ from the model's. But a critic's files may lack score.weight, and extra tensors of NOT_OURS are
+    ignored, except for score.weight in a policy's files."""
     with torch.device("meta"):
         model = kind(load_config(path))
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}

@@ -80,7 +80,7 @@ def _term(spec, parts):
 
 def _split_custom(spec):
     """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if none is named), and
-    FILE.py:FUNCTION. Raises UserError."""
+    FILE.py:FUNCTION. Raises UserError if nothing stands before the @."""
     if "@" not in spec or spec.startswith(("/", ".")):
         return "", spec
     dataset, _, custom = spec.partition("@")
@@ -124,8 +124,9 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
-    """Returns the terms of --reward that grade a data set. The first one decides whether a response is
-    correct. A term DATASET@FILE.py:FUNCTION replaces the comparison of answers in its data set."""
+    """Returns the terms of --reward that grade the responses of a data set. The first term decides whether a
+    response is correct. If a data set has a term DATASET@FILE.py:FUNCTION, the terms math, choice and exact
+    do not grade it."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -133,8 +134,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 def _responses(path, kind="math"):
-    """Yields the rows of a file of responses. The file may be one of a run's samples/. Raises UserError for
-    a row that is not valid."""
+    """Yields the rows of a file of responses, or of a file in a run's folder samples/. Raises UserError for
+    an invalid row."""
     for number, row in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
@@ -153,12 +154,12 @@ def _responses(path, kind="math"):
 def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int = 2, deadline: float = 5.0,
             extractor: str = "orz") -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), mean
-    rewards, and three failures.
+    rewards, and the first three wrong or unparsed responses.
 
     Args:
         responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}, or a file of a run's samples/. stopped is false for a response cut at the length
-            limit. stopped and kind may be left out
+            "kind": "math"}, or a file in a run's folder samples/. stopped is false for a response cut at the
+            length limit. stopped and kind may be left out
         reward: terms NAME or NAME=WEIGHT, such as math format=0.5 path/to/file.py:function
         workers: number of grading processes
         deadline: CPU seconds that grading one answer may take

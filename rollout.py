@@ -132,7 +132,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     `sets`: the problems of each data file."""
     terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
     there = {dataset.casefold() for dataset in datasets} - {""}
-    # A data set that a preset's --extractor names is no mistake, even if the user's files have no rows of it.
+    # Any data set that a preset's --extractor names (rlvr-8b: gsm8k) is allowed, even if it has no rows.
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
@@ -256,7 +256,8 @@ class Trajectories:
                 self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
-        """Append the environment's text to `s` for another turn. Without another turn, complete `s`.
+        """Append the environment's text to `s` for another turn. Complete `s` instead if the environment
+        failed or ended the response, after --max_turns turns, or if the text leaves no room for another turn.
 
         reply: a Reply, or a Grade if the environment failed"""
         if isinstance(reply, Grade):
@@ -354,8 +355,9 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     """Run rounds of sampling until enough trajectories are complete. Returns their keys, also those on other
     ranks. Returns None if a signal has aborted sampling.
 
-    carries: whether --carry is on. If not, all trajectories must be complete. If so, cfg.samples_per_step
-        trajectories are enough, unless an unfinished one began at least --max_staleness steps ago."""
+    carries: whether --carry is on. Without --carry, all trajectories must be complete. With --carry,
+        cfg.samples_per_step trajectories are enough, but all that began --max_staleness or more steps ago
+        must be complete."""
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)

@@ -305,8 +305,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # The checkpoint may have problems that were solved in the unfinished step `start`. The resumed run makes
-    # this step again, so these problems are left out.
+    # If step `start` was interrupted, the checkpoint may have problems that were solved in this step. The
+    # resumed run repeats the step, so these problems do not count as solved.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": read,
              "solved": solved}
@@ -414,7 +414,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """`sample_step` with --carry. Continues the previous step's trajectories, and samples more prompts than
-    the step needs. The returned batch has only the prompts of the returned samples."""
+    the step needs. Returns the same as `sample_step`. The batch has only prompts that this step trains on."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -481,8 +481,8 @@ def resample(run: Run, step: int, batch: list[Problem],
 
 
 def uniform_prompts(samples: list[Sample]) -> set[int]:
-    """Returns the ids of the prompts, on all ranks, whose samples all have the same reward. All samples of a
-    prompt must be on the same rank."""
+    """Returns the ids of prompts whose samples all have the same reward, gathered from all ranks. All samples
+    of a prompt must be on the same rank."""
     groups = group_by_prompt(samples)
     return set(dist.gather_all(g[0].prompt_id for g in groups if len({s.reward for s in g}) == 1))
 
@@ -562,8 +562,11 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
 
 def number_samples(samples: list[Sample], n_prompts: int,
                    n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Number the S samples of all ranks in the order of (prompt_id, sample_id). Returns the numbers of this
-    rank's samples, and the prompt_ids (S,) and lengths in tokens (S,) of all samples.
+    """Number the S samples of all ranks in the order of (prompt_id, sample_id), so that all ranks compute the
+    same layout of packs. Returns
+    1. the numbers (0 to S - 1) of this rank's samples;
+    2. the prompt_ids (S,) of all samples;
+    3. the lengths (S,) of all samples, in tokens.
 
     n: --samples_per_prompt"""
     # this rank's samples, as indices of `tokens`
@@ -577,8 +580,8 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share`, the weight of a token's loss with --aggregation prompt:
-    1 / (this prompt's tokens in the minibatch's loss × number of prompts in the minibatch's loss).
+    """Returns the samples with `prompt_share`, the weight of each token's loss with --aggregation prompt:
+    1 / (number of the prompt's tokens in the minibatch's loss × number of prompts in this loss).
 
     keys, prompts: from `number_samples`
     layout[minibatch][rank][pack]: the pack's samples, numbered as in `number_samples`"""
@@ -672,7 +675,8 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                      meter: Meter) -> Tensor:
     """Returns the value loss of one pack. An update's loss is the sum over its packs on all ranks.
 
-    tokens: number of tokens in the loss of the whole update. responses: not used"""
+    tokens: number of tokens in the loss of the whole update
+    responses: not used, but `train_role` passes the same arguments to both losses"""
     loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
@@ -720,7 +724,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Must
-    be called before the policy's optimizer step."""
+    be called before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too

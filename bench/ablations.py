@@ -52,7 +52,7 @@ REFERENCE = replace(
     PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
     policy_lr=2e-4, lr_decay="constant", reward=("exact",), save_samples="none", keep_best="",
     aggregation="response", device="cpu", dtype="float32", max_logp_gap=100.0, go=True)
-# With one update a step the ratio is 1 and nothing is clipped. Variants of the clipping need grpo-4.
+# With one update a step the ratio is 1, so the clip has no effect. grpo-4 has 4 updates, to test the clip.
 REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
               "ppo": replace(REFERENCE, algo="ppo", critic_updates=12, critic_lr=5e-4)}
 
@@ -123,7 +123,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
     """Replaces HOOKS[name] by the function `name` of the user's file.
 
-    text: the file's hash, which is not used here; with it, `key_of` gives an edited file another hash"""
+    text: a hash of the file, only for `key_of`: after an edit of the file, the runs are new"""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -588,8 +588,10 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
 
 
 def varied(spec: str) -> dict[str, Variant]:
-    """Returns two variants: the reference, and the reference with the function FILE.py:FUNCTION. Raises
-    UserError if the file or HOOKS[FUNCTION] is missing."""
+    """Returns the two variants that --vary compares: a reference recipe, and the same recipe with the user's
+    FUNCTION in place of HOOKS[FUNCTION]. Raises UserError if the file or HOOKS[FUNCTION] is missing.
+
+    spec: FILE.py:FUNCTION"""
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",

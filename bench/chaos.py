@@ -4,8 +4,8 @@
     python -m bench.chaos --faults all [--runs 200]         # every fault of FAULTS; docs/faults.md lists them
     python -m bench.chaos --nodes 2 [--runs 2]              # kills a node (torchrun and ranks), restarts it
 
-One fault strikes each run, in a random phase (dist.phase). If the run ends before the fault, a new run
-starts.
+One fault strikes each run, in a randomly chosen phase of the run, such as `rollout`. If the run ends before
+the fault strikes, a new run takes its place, up to TRIES runs.
 
 A run is ok if all of this holds:
 - It ends by itself, after at most 4 starts of its command, with the metrics and weights of the undisturbed
@@ -64,11 +64,14 @@ def be_a_rank() -> None:
 
 
 def watch(order: dict) -> None:
-    """Waits for the time of the fault: order["after"] seconds after this rank began visit number
-    order["visit"] to order["phase"]. A visit is a stay in a phase. Then writes a message to order["file"],
-    for which the main program waits, and sends the fault's SIGNALS to this process.
+    """Lets the fault strike at the chosen time: writes a message to order["file"], for which the main program
+    waits, and sends the fault's SIGNALS to this process.
 
-    In the undisturbed run, writes the begin and end of all visits to order["file"] at exit."""
+    A visit is a stay of this rank in a phase. The chosen time is order["after"] seconds after the begin of
+    visit number order["visit"] to the phase order["phase"].
+
+    In the undisturbed run, no fault strikes. At exit, the begin and end of all visits are written to
+    order["file"]."""
     visits, before, file = {}, set(), Path(order["file"])
     if not order["phase"]:
         atexit.register(lambda: file.write_text(json.dumps(dict(visits))))
@@ -124,8 +127,8 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. In the first start of the run, the ranks run be_a_rank. In later
-        starts, they run train.py."""
+        """Starts the node's torchrun agent. When the run's command is typed first, the ranks run `be_a_rank`,
+        so that the fault can strike. When it is typed again, they run train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -343,7 +346,8 @@ def half(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Starts a second run in the same folder. It must be refused. Meanwhile, SIGSTOP holds the first run."""
+    """Stops the first run with SIGSTOP, starts a second run in the same folder, and lets the first run
+    continue. The second run must be refused, because the first run holds the lock."""
     owner = {}
     while not owner:  # until the run has written the lock
         if not nodes.running():
@@ -376,7 +380,8 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Adds another machine's old lock, an unfinished save, and a copy of a checkpoint."""
+    """Kills the run. Adds another machine's old lock, an unfinished save, and a copy of a checkpoint. The
+    next command must take over the lock, remove the unfinished save, and keep the copy."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
     (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
@@ -458,7 +463,8 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# An error of TensorBoard's thread. Faults in DISK may cause it, and log.Logger then makes a new writer.
+# An error of TensorBoard's thread. `faults_of` ignores it after a fault in DISK, because log.Logger then
+# makes a new writer.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -507,8 +513,9 @@ def resumed_after(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def place(out: Path, fault: str) -> Iterator[None]:
-    """Context manager. Makes the run's folder. For a fault in DISK, mounts a small tmpfs there, and at the
-    end copies its files to the disk. Raises Skipped if the mount fails, for example without root."""
+    """Context manager. Makes the run's folder `out`. For a fault in DISK, `out` is a small tmpfs. At the end,
+    a folder on the disk with the run's files replaces the tmpfs. Raises Skipped if it can't be mounted, for
+    example without root."""
     out.mkdir(parents=True)
     if fault in DISK and not system("mount -t tmpfs -o size=160m chaos", out):
         out.rmdir()
@@ -560,8 +567,8 @@ Visits = dict[str, list[list[float]]]  # phase -> [begin, end] (s) of each visit
 
 
 def possible(fault: str, visits: Visits) -> Visits:
-    """Returns phase -> [(number of a visit, length in s), …], for the visits in which the fault can strike. A
-    fault in DAMAGE needs a checkpoint, so it can strike only after the first save."""
+    """Returns the visits (see Visits) in which the fault can strike: phase -> [(number of the visit, its
+    length in s), …]. A fault in DAMAGE needs a checkpoint, so it can strike only after the first save."""
     saved = visits["files"][0][1] if fault in DAMAGE else 0  # the end of the first save
     found = {phase: [(i, end - began) for i, (began, end) in enumerate(times, 1) if began > saved]
              for phase, times in visits.items()}
@@ -569,8 +576,8 @@ def possible(fault: str, visits: Visits) -> Visits:
 
 
 def choose(runs: int, faults: list[str], visits: Visits, rng: random.Random) -> Iterator[tuple]:
-    """Yields (fault, phase, number of a visit, length in s) for each run. Prefers faults and phases that no
-    run has had."""
+    """Yields for each run a fault, and the visit (see Visits) in which it strikes: (fault, phase, number of
+    the visit, its length in s). Prefers faults and phases that no run has had."""
     new_faults, new_phases = rng.sample(faults, len(faults)), rng.sample(sorted(visits), len(visits))
     for _ in range(runs):
         fault = new_faults.pop() if new_faults else rng.choice(faults)

@@ -4,18 +4,18 @@ r"""Measures a grader's errors: the percent of right answers refused, and of wro
 
 A pair is an answer and a gold answer. The sets of pairs:
     seen      synthetic pairs (bench/equality_pairs.py), with --draws random draws per template
-    unseen    held-out synthetic pairs
+    unseen    synthetic pairs that are held out
     foreign   794 pairs by another author (bench/equality_foreign.jsonl)
-    second    204 more pairs of that file, written before the grader's second revision
-    golds     pairs with gold answers as in competitions (bench/equality_golds.txt)
-    others    held-out pairs of that file
-About a third of the synthetic pairs and of bench/equality_golds.txt is held out: nobody looks at these pairs
-while improving the grader. Only --unseen measures them.
+    second    204 more pairs of equality_foreign.jsonl, written before the grader's second revision
+    golds     pairs with competition-style gold answers (bench/equality_golds.txt)
+    others    pairs of equality_golds.txt that are held out
+Nobody looks at held-out pairs while improving the grader. They are about a third of the synthetic pairs and
+of equality_golds.txt. Only --unseen measures them.
 
 The graders:
     before         grading/answers.py of the commit --before
     after          grading/answers.py of the working tree
-    math-verify
+    math-verify    the Python package of this name
 
 --failures prints the wrong verdicts of `after`, except on held-out pairs. --unseen writes
 bench/results/equality.md and equality.json.

@@ -8,7 +8,8 @@ answers, other ways to write them (`right`), and answers that are nearly right (
       right «a»**«b» | «a»^{«b - 1»}\cdot «a»
       wrong «a»^{«b + 1»} | «a»«b»
 
-grading/answers.py has the rules of equality."""
+«EXPRESSION» stands for the value of a Python expression, and | separates answers. grading/answers.py has the
+rules of equality."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ nats.
 
 
 def measure(path: str, vllm: bool) -> dict[str, float | str]:
-    """Returns name -> the largest difference that the check finds, for each check in LIMITS. Instead of a
-    number, the check "vLLM engine" may have a text that begins with "not run"."""
+    """Returns name -> the largest difference that the check finds, for each check in LIMITS. If vLLM did not
+    run, "vLLM engine" has a text that begins with "not run" instead of a number."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
     return {"log-probs": training["logp"], "gradient": training["gradient"],

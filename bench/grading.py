@@ -1,9 +1,11 @@
-"""Measures how many typical answers the grader grades per second. Then tests it with 1,000 hostile answers.
+"""Measures how many typical answers the grader grades per second. Then tests it with hostile answers, which
+are made to crash, block or exploit it.
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-The printed `math_verify_a_second` counts only the answers that need math-verify. Hostile answers are those
-of tests/test_reward.py, each in five variants. Their grade must be "timeout", "unparsed" or "wrong".
+The printed `math_verify_a_second` counts only the answers that need math-verify. The function `hostile` of
+tests/test_reward.py returns the hostile answers. This program tests five variants of each. Their grade must
+be "timeout", "unparsed" or "wrong".
 
 The exit status is 1 if an answer gets another grade than it must, or if the grader no longer works after the
 hostile answers.

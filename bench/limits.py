@@ -45,7 +45,7 @@ def peak_memory(f: Callable[[], object], device: torch.device) -> int:
         f()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Returns freed memory to the system. Otherwise f() could use it, and the peak would not rise.
+    # Give freed memory back to the system. If f() used this memory again, the peak would not rise.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # 5 resets the peak, VmHWM
     before = _status("VmRSS")

@@ -3,7 +3,9 @@
     python -m bench.rollout --model runs/tiny-base-0 [--engine auto] [--prompts 16] [--samples 8]
                             [--tokens 256] [--rounds 5]
 
-Prints one JSON line per measurement, with medians over the rounds after the first.
+Prints one JSON line per figure. The engine's speeds and times are medians over the rounds after the first.
+Fields of the line `tokens_per_s`:
+    value       the engine's sampling speed
     bare_vllm   sampling speed of vLLM's own `generate`
     limit       upper bound of the sampling speed: a decoding step reads the weights and the KV cache once
 """

@@ -1,4 +1,5 @@
-"""Measures what a checkpoint costs: compares blocks of five steps with a save to blocks without a save.
+"""Measures what a checkpoint costs. A block is five training steps. Half of the blocks begin with a save, and
+are compared to the blocks without a save.
 
     torchrun --standalone --nproc-per-node 2 -m bench.saving --model runs/tiny-base-0 [--pairs 20]
              [--out runs/saving]
@@ -50,7 +51,8 @@ def main() -> None:
     cpu: dict[bool, list[float]] = {False: [], True: []}
     run.start = 1  # not 0, because step 0 prints samples
     for block in range(-2, 2 * args.pairs):  # the first two blocks warm up
-        # Of four blocks, the second and third save, so that a slow drift of the machine's speed cancels.
+        # Of four blocks, only the second and the third begin with a save. In this order, a slow drift of the
+        # machine's speed cancels out.
         saves = block % 4 in (1, 2)
         began, cpu_began = time.perf_counter(), time.process_time()
         if saves:

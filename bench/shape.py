@@ -3,7 +3,7 @@
     python -m bench.shape OUT [--size 0.5b]
 
 The folder also has the demo's tokenizer, and problems such as 12+30= in train.jsonl. Except for
---size tiny, the model has far more tokens than the tokenizer, so most sampled tokens have no text.
+--size tiny, the model's vocabulary is far larger than the tokenizer's. So most sampled tokens have no text.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def phases_of(row: dict) -> dict[str, float]:
 
 
 def figures(rows: list[dict], cfg: Config, ranks: int, peak: float) -> dict[str, dict[str, float]]:
-    """Returns name of a measurement -> its fields in the JSON line. peak: the device's measured FLOP/s."""
+    """Returns name of a measurement -> {field of its JSON line: number}. peak: measured FLOP/s of a rank."""
     samples = cfg.samples_per_step
 
     def middle(name: str) -> float:

@@ -2,12 +2,13 @@
 
     python -m bench.tail [--out FILE]     # orz-7b and orz-32b on 32 H100s; takes two minutes
 
-Decoding has the speed that tools/plan.py estimates. Compares these settings:
-    whole                   one engine samples a response to its end
-    one round               like `whole`, plus the messages that --round_len needs
+Decoding has the speed that tools/plan.py estimates. In a round, a response gets at most --round_len tokens.
+Between rounds, unfinished responses may move to other engines. Compares these settings:
+    whole                   without --round_len: an engine samples its responses to their ends
+    one round               --round_len is the length limit: like `whole`, but the engines exchange messages
     rounds                  --round_len is a sixteenth of the length limit
     carry X, staleness N    like `rounds`, with --carry X --max_staleness N
-    ideal                   a lower bound: all engines always decode a full batch
+    ideal                   a lower bound of the time: all engines always decode a full batch
 
 --out writes the rows of the printed tables as JSON lines.
 """
@@ -80,8 +81,8 @@ class Simulation:
         """Simulates one step's rollout. Returns a dict:
 
             seconds              duration of the rollout
-            idle                 fraction of the engines' time in which they wait
-            staleness, oldest    mean and largest age of a token: number of steps since its sampling
+            idle                 fraction of the time in which an engine computes nothing; mean over engines
+            staleness, oldest    mean and largest age of a token: number of steps since it was sampled
             tokens               number of tokens in the step's samples"""
         cfg, n = self.cfg, self.cfg.samples_per_prompt
         moved = set(self.going)  # keys to prefill again: all, as the weights are new
@@ -170,8 +171,8 @@ def lognormal(mean: float, sigma: float, cap: int, alike: float,
 
 
 def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
-    """Returns the preset and the estimated cost on H100s. A decoding step lasts as long as its memory
-    reads or its FLOP, whichever takes longer."""
+    """Returns the preset's config, and the estimated Cost of an engine on H100s. A decoding step takes the
+    time for reading memory or the time for computing, whichever is longer."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
     params, kv_bytes = SHAPES[model]
     hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops

@@ -82,9 +82,9 @@ def product(numbers, rng, slip):
 
 
 def think(numbers, rng, slip):
-    """With slip = 0, the thought is filler words (IDLE), then the addition. With slip > 0, 70 % of the
-    thoughts are only filler words, and their answers are guesses. 15 % of the thoughts have the addition
-    twice."""
+    """The thought is filler words (IDLE), then the addition. With slip > 0, this is so in only 15 % of the
+    responses. In 70 %, the thought is only filler words, and the answer is a guess. In 15 %, the thought has
+    the addition twice."""
     problem, work, answer = sums(numbers, rng, slip)
     kind, idle = rng.random(), "".join(rng.choice(IDLE) for _ in range(rng.randint(0, 6)))
     if slip and kind < 0.7:
@@ -95,8 +95,9 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. With slip > 0, the thought may have up to three calculations
-    with random operators, before the right calculation or instead of it."""
+    """numbers: four numbers and three operators. The thought is the calculation with these operators. With
+    slip > 0, up to three calculations with random operators may come first. If they do, they replace the
+    right calculation with probability `slip`."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -177,9 +178,11 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
          guesses: float = GUESSES, tokenizer: Callable = make_tokenizer, **of_row: str) -> Task:
     """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
-    slip: in the last third of the pretraining texts, the probability that a number is wrong
-    guesses: in the same third, the probability of a guessed answer without a thought
-    of_row: more fields of the rows in the data files"""
+    guesses: probability that a response is a guessed answer without a thought
+    slip: in the other responses, the probability that a number is wrong (`think`, `countdown`: see there)
+    of_row: more fields of the rows in the data files
+
+    `guesses` and `slip` apply only to the last third of the pretraining texts."""
     before, after, form = style
 
     def text(numbers, rng, final):

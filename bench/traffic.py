@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m bench.traffic PRESET [flags of train.py]
 
 Rank 0 prints one JSON line: for each collective, the GiB that a rank sends within its node and to other
-nodes. tools.plan.sent computes these GiB from the sizes of the tensors.
+nodes. The network is not measured: tools.plan.sent computes the bytes of each call from the tensor's size.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, `times`). An all-reduce has times = 2, because it sends as
-# much as a reduce-scatter and an all-gather together (tools.plan.sent).
+# function of torch.distributed -> (name in SENDS, factor `times` of tools.plan.sent). The factor is 2 for an
+# all-reduce, because it sends as much as a reduce-scatter and an all-gather together.
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
 
 
 def count() -> None:
     """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks are not
-    counted, because they come from dist.all_sum (except with --shard_ranks 1)."""
+    counted, because they come from dist.all_sum. So FSDP2's all-reduces with --shard_ranks 1 are missing."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

@@ -9,14 +9,15 @@ The phases:
     critic     an update of the critic
     head       the policy's output layer alone: log-probs from random hidden states, and gradients
 
---size is the shape of the models (tools/plan.py). --layers and --vocab change the shape; 0 changes nothing.
-An update has --packs packs. A pack has --pack tokens, in segments of --segment tokens. With --recompute N,
-the first N layers keep only their input.
+--size names the shape of the models (KNOWN in tools/plan.py). --layers and --vocab, if not 0, replace the
+shape's number of layers and vocabulary size. An update has --packs packs. A pack has --pack tokens, in
+samples of --segment tokens. With --recompute N, the backward pass recomputes the first N layers completely.
 
 Prints one JSON line per phase. Times are medians over the rounds after the first.
-    mfu          FLOP per second, as a fraction of a large matrix product's FLOP per second
-    limit_s      lower bound of the seconds, from the speeds of a large matrix product and a large copy
-    memory_gib   peak memory of the phase minus the memory before
+    mfu          FLOP per second, divided by the FLOP per second of a large matrix product
+    limit_s      lower bound of the seconds: the time to compute the FLOP at the speed of a large matrix
+                 product, or to move the bytes at the speed of a large copy, whichever is longer
+    memory_gib   peak memory in the phase, minus the memory before it
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ def synthetic_pack(tokens: int, segment: int, vocabulary: int, device: torch.dev
 
 
 def flops(config, packs: list[Pack], head: int) -> float:
-    """Returns the FLOP of a forward and a backward pass: 6 per weight and token, plus causal attention.
-    head: rows of the output layer (1 for a critic)."""
+    """Returns the FLOP of a forward and a backward pass on all packs: 6 FLOP for each weight and token, plus
+    causal attention. The output layer computes only the tokens that enter the loss.
+
+    head: number of outputs for a token: the vocabulary size for a policy, 1 for a critic"""
     c = config
     head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     q, kv = c.num_attention_heads * head_dim, c.num_key_value_heads * head_dim

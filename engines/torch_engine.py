@@ -26,8 +26,8 @@ from model import Policy, Segments, rms_norm
 
 
 class Cache:
-    """The KV cache. A row holds keys and values for the tokens of a prompt and its response. Each layer has
-    one tensor of shape (2, capacity, Hkv, columns, d): keys, then values."""
+    """The KV cache. Each layer has one tensor (2, capacity, Hkv, columns, d), with the keys at index 0 and
+    the values at index 1. Each of the `capacity` rows holds a prompt and its response, one token a column."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
         """lengths (R,): number of tokens of each distinct prompt
@@ -66,9 +66,10 @@ class Cache:
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Keep n rows and drop all others. `parents` (n,) has the numbers of the rows to keep, sorted. A row
-        whose number is given k times is kept as k equal rows. Returns the new numbers, (n,), in the order of
-        `parents`. Most rows stay where they are, because copying takes time."""
+        """Drop the rows of ended responses, and copy rows whose responses no longer have equal tokens.
+
+        parents (n,): numbers of the rows to keep, sorted. A number that is given k times makes k equal rows.
+        Returns the new row numbers (n,), in the order of `parents`. To save time, few rows change place."""
         n = self.rows = len(parents)
         stays = parents < n
         stays[1:] &= parents[1:] != parents[:-1]

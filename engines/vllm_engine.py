@@ -3,7 +3,8 @@
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
 and no KV cache. `load` allocates the KV cache last, to keep the peak memory low.
 
-Only tested versions of vLLM are accepted, because a version may lose state in sleep, as vLLM 0.26 does."""
+Only tested versions of vLLM are accepted. Other versions may not restore the whole engine after sleep: vLLM
+0.26 loses a part of its state."""
 
 import os
 import warnings
@@ -44,8 +45,8 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # For some models, vLLM copies embedding and head only after the last weight. FSDP has freed both by
-        # then, so vLLM gets clones.
+        # For some models, vLLM copies embedding and head only after it has received the last weight. FSDP has
+        # then freed both tensors, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -67,8 +68,8 @@ class VLLMEngine(Engine):
             assert engine.is_sleeping(), "vLLM did not fall asleep"
 
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
-        """vLLM needs the same requests in the same order on all ranks of an engine. So each rank queues all
-        requests, but yields only the responses to its own."""
+        """All ranks of an engine must give vLLM the same requests in the same order. So each rank queues the
+        requests of all ranks of its engine, but yields only the responses to the rank's own `requests`."""
         self.check(version)
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):

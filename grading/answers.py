@@ -383,8 +383,8 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
-# If the gold answer is 5, `5 cm` and `5 pizzas` are right, because cm and pizzas look like units. Words that
-# look like units are in ALIASES or match MANY. After a number up to 1 (`1 pizza`), ONE replaces MANY.
+# A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
+# `5 pizzas` are right. After a number from -1 to 1, a noun may be singular (`1 pizza`), so ONE replaces MANY.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
@@ -423,8 +423,8 @@ RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
 def _split(text, name):
-    """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns 1. the parts,
-    2. the separators: `1,(2,3)` gives ["1", "(2,3)"], [","]."""
+    """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns the parts and
+    the separators: `1,(2,3)` gives ["1", "(2,3)"] and [","]."""
     parts, found, depth, start = [], [], 0, 0
     for match in SEPARATORS[name].finditer(text):
         if match["separator"] is not None:
@@ -664,11 +664,11 @@ def _number(text):
 # --- equality
 
 # An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
-# repeating the problem. If the gold answer is a number, the expression 3+4 is wrong. What an answer
-# may contain, and when:
+# repeating the problem. If the gold answer is 7, the answer 3+4 is wrong. The table tells what an answer may
+# contain, and when. In "A equals B" and "A does not equal B", A is the answer and B the gold answer.
 #
-#     fraction of integers        always: 6/8. Two exceptions: 84/2, because its value is an integer, and a
-#                                 ratio of roots such as \frac{\sqrt{30}}{\sqrt3}
+#     fraction of integers        always: 6/8. But if its value is an integer (84/2), it counts as a product.
+#                                 So does \frac{\sqrt{30}}{\sqrt3}, because 30/3 is an integer
 #     sum of like terms           if the gold answer has such a sum: 2\pi+3\pi does not equal 5\pi
 #     product of numbers          if the gold answer has such a product or a power of a number:
 #                                 2\cdot2^{2023} equals 2^{2024}
@@ -678,17 +678,17 @@ def _number(text):
 #     match of an OPERATIONS      if the gold answer matches this pattern at least as often: \sin60^\circ does
 #       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
 #
-# For the last two patterns of OPERATIONS (roots and logarithms), the rule is looser if the gold answer has a
-# variable. Then one match in the gold answer allows any number of matches in the answer. A pattern that ends
-# with .* counts several operations as one.
+# The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
+# variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
+# .* counts several operations as one.
 OPERATIONS = [re.compile(pattern) for pattern in (
     r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
     r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
     r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    # Logarithms. \ln\frac32 counts as two, so the answer \ln3-\ln2 may equal the gold answer \ln\frac32.
-    # \frac{\ln3}{\ln2} counts as one.
+    # Logarithms. The gold answer \ln\frac32 has two matches, so it allows both logarithms of the answer
+    # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
     r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
@@ -698,11 +698,12 @@ RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d|\(\d[^-+()]*\))?"
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
 MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}")
-# A matrix, or a factor times a matrix. A sum of two matrices does not match, because it is a calculation and
-# not a value.
+# The answers that math-verify compares with a gold matrix: a matrix, or a factor times a matrix. A sum of two
+# matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# Matches A, A., (A), option A, and `(A) 15`, which `_letter` turns into `15 CHOICES A`. Does not match `A)`.
+# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), OPTION A, A:15, 15 CHOICES A. The
+# last text comes from `(A) 15`. A) does not match.
 LETTER = re.compile(r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
                     r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-Z]\b).+)")
 
@@ -810,7 +811,8 @@ def _same_named(answer, gold, prove):
 
 def _same_chain(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Of a gold chain, only the
-    value (7) is used. In an answer, the other parts must equal the value, too."""
+    value (7) is used. In the answer, the texts before the value must equal the value, and the roundings after
+    it must be right within one percent."""
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
@@ -908,13 +910,12 @@ def _parse(text):
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     """Returns whether two normalised expressions are equal. Two equations are equal if one is the other times
-    a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or if
-    `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't be parsed. math-verify may
-    raise further errors.
+    a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or (without
+    `tolerance`) if `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't be parsed.
+    math-verify may raise further errors.
 
-    tolerance: largest relative difference of two numbers of which one has a decimal point; None: 1e-6. If
-    `gold` is an integer, no difference is allowed. With a tolerance, calculations that `gold` lacks are
-    allowed."""
+    tolerance: largest relative difference of two numbers if one has a decimal point; None: 1e-6. If `gold` is
+    an integer, no difference is allowed."""
     from math_verify import verify
     from sympy import Eq, cancel, numer, together
 
@@ -966,8 +967,8 @@ def _calculations(text):
         powers = [f.as_base_exp() for f in factors if not f.is_rational]
         divides = -1 in (exp for _, exp in powers)
         bases = [base for base, exp in powers if exp != 1 or divides]
-        # Undone: two numerators or denominators other than 1 and -1, and the same base twice (x^2/x). 3\pi/2
-        # has one numerator and one denominator, so nothing is undone.
+        # A product is unfinished if two of its numbers have numerators other than 1 and -1 (2\cdot3x), if two
+        # have such denominators, if its numbers give an integer (4\pi/2), or if a base comes twice (x^2/x).
         tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
         if (len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer
                 or len({*bases}) < len(bases)):

@@ -45,7 +45,7 @@ ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# Data converted from CSV may have a list or an object as text. A row with such a text is refused.
+# In data converted from CSV, a list of turns or the object reward_model may be a text. Such a row is refused.
 TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -254,8 +254,8 @@ def _form(text):
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns warnings, one line each, about two kinds of rows whose gold answer may be wrong: rows whose
-    form is not the most common form, and math problems whose answer has several words.
+    """Returns warnings, one line each, about rows whose gold answer may be wrong: 1. rows that have it in
+    another form than most rows (see _form); 2. math problems whose gold answer has several words.
 
     rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)

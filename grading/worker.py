@@ -54,13 +54,13 @@ CHUNK = 16  # maximum number of requests in a chunk
 LARGEST = 3.4028234e38  # largest float32; data.Pack has float32 rewards, so a larger reward is an error
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
-WALL = 4  # wall-time limit of a chunk / its CPU-time limit; needed, as a sleeping worker uses no CPU time
+WALL = 4  # a chunk's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = ["response", "answer", "kind", "problem", "row", "sample"]  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
-# pebble pickles `_grade_chunk` and its results, so their module must be in sys.modules. `serve` removes
-# `grading` from sys.modules. Therefore this file runs as the module __main__.
+# The server runs this file as the module __main__. pebble pickles `_grade_chunk` and its results, so their
+# module must be in sys.modules, and `serve` removes `grading.worker` from sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
@@ -196,8 +196,9 @@ def _grade_chunk(requests, deadline):
     """Returns the outcomes of the requests, and the mean seconds of a request. An outcome is
     (reward or Reply, reason, error message or None).
 
-    deadline: CPU seconds for the chunk. A request that takes more than its equal part ends this process. If
-        the chunk had several requests, the Grader then sends each of them again, alone."""
+    deadline: CPU seconds for the chunk; each request may take an equal share. A request over its share ends
+        this process, and the chunk has no outcomes. If the chunk had several requests, the Grader then sends
+        each of them again, in a chunk of its own."""
     outcomes, start = [], time.monotonic()
     for request in requests:
         # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
@@ -214,7 +215,7 @@ def _message(error, spec):
     """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
     the line number.
 
-    spec: "FILE.py:FUNCTION". For a "compare" request it is the answer; then the text names no file."""
+    spec: "FILE.py:FUNCTION"; for a "compare" request the answer, which matches no file"""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -241,14 +242,15 @@ def _init_worker():
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns name -> hash for a user's file and the files that it imported from its own folder.
+    """Returns key -> hash of the content, for the user's file FILE.py and for the files that it imported from
+    its own folder. The hashes reveal edits.
 
-    spec: "FILE.py:FUNCTION". In the result, FILE.py has the name FUNCTION. The name of another file is its
-    path from the folder of FILE.py."""
+    spec: "FILE.py:FUNCTION". The key of FILE.py is FUNCTION. The key of any other file is its path relative
+        to the folder of FILE.py."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # If the folder has a subfolder `wandb`, `_modules` may hold the installed package wandb. `startswith`
-    # leaves it out.
+    # `_modules` holds modules that were found by name. If the folder has a subfolder `wandb`, the module
+    # `wandb` may be the installed package. `startswith` keeps only files in the folder.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -282,9 +284,11 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. Its exit status after MAX_TASKS chunks is ENDED, not 0, because a user's function may
-    end the process with 0. pebble reads `exitcode`: 0 means a planned end, any other value a crash. So for a
-    crash with status 0, `exitcode` is the text "0"."""
+    """A worker process. pebble takes the `exitcode` 0 for a planned end, and any other value for a crash.
+
+    A user's function may end the process with the status 0, and this must count as a crash. So a planned end
+    (after MAX_TASKS chunks) has the status ENDED and the `exitcode` 0. For a crash, `exitcode` is the status
+    as a text, such as "0"."""
 
     def run(self):
         super().run()
@@ -303,7 +307,8 @@ def _die():
 
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
-    # The end of stdin is not enough, because another child of the trainer may hold the pipe open.
+    # When stdin closes, the server ends too. But after the trainer's end, another child of the trainer may
+    # hold the pipe of stdin open.
     while os.getppid() == parent:
         time.sleep(0.5)
     _die()
@@ -311,8 +316,10 @@ def _watch(parent):
 
 def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
-    `replies`. A user's function that declares `seconds` has its own pool of workers. found: function -> the
-    result of `_import_function`"""
+    `replies`.
+
+    found: "FILE.py:FUNCTION" -> the result of `_import_function`. A function whose `seconds` are not 0 (see
+        Grader) has its own pool of workers."""
     import pebble
 
     lock = threading.Lock()
@@ -370,8 +377,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
         _die()
     if compares:
         _warm()
-    # Garbage collection writes to all objects, so every worker would copy the server's memory. gc.freeze
-    # exempts the objects that exist now.
+    # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
+    # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
     _dispatch(requests, replies, workers, deadline, found)
     _die()
@@ -388,14 +395,15 @@ class Grader(AbstractContextManager):
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
-    compares    whether `submit` will compare answers; if so, the server first compares the pairs in WARM
+    compares    whether `submit` will compare answers; if so, the server prepares math-verify (see WARM)
     env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
                 depend only on the arguments.
     say         prints what the Grader waits for
     stop        a list that a signal such as ctrl-C fills; then `results` stops waiting
 
-    A function that waits, for example for a network, declares two numbers, as its attributes or as globals of
-    its file: `seconds`, the deadline of a call in wall time, and `parallel`, the number of parallel calls.
+    A function that waits, for example for a network, can have a deadline and workers of its own. Its author
+    sets two numbers, as attributes of the function or as globals of its file: `seconds`, the deadline of a
+    call in wall time, and `parallel`, the number of parallel calls (default 16).
 
     If grading raises an error, the reward is 0 and the reason is "error"."""
 
@@ -505,8 +513,8 @@ class Grader(AbstractContextManager):
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for all outcomes. Returns key -> Grade or Reply for each `submit` and `ask` since the last
-        call. If the wait ends early (`stop` is not empty, or `check` would raise), missing outcomes get the
-        reason "timeout". Raises RuntimeError if the server dies or stalls twice."""
+        call. The wait ends early if `stop` is not empty or `failure` is set (see `check`). A missing outcome
+        is then a Grade with the reason "timeout". Raises RuntimeError if the server dies or stalls twice."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
@@ -538,8 +546,8 @@ class Grader(AbstractContextManager):
         return any("row" in names for names, *_ in (self.known or {}).values())
 
     def check(self) -> None:
-        """Raises UserError if too many calls of users' functions in a row timed out or ended their worker, or
-        if users' files were edited and a new server imported them."""
+        """Raises UserError in two cases: too many calls of users' functions in a row timed out or ended their
+        worker, or a restarted server imported users' files that were edited after the first import."""
         if self.failure:
             raise UserError(self.failure)
 

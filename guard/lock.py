@@ -54,7 +54,7 @@ class FolderLock:
     def release(self) -> None:
         """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
-        # If the disk fails, the lock file stays. Without a heartbeat, a later run takes it over.
+        # If the disk fails, the lock file stays. Its heartbeat has ended, so a later run takes over the lock.
         with contextlib.suppress(OSError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class FolderLock:
 
 
 def _system():
-    """Returns an id of the running kernel and the pid namespace, within which a pid is unique."""
+    """Returns an id of this boot and this pid namespace. Pids are comparable only between equal ids."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename

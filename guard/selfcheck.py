@@ -19,8 +19,8 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 # Columns: start of the error message; factor that multiplies the engine's weights; order of a prompt's tokens
-# (-1: reversed); likely causes. The third stage's prompts are reversed to be new to the prefix cache. The
-# fourth stage repeats them to find a prefix cache that was not reset.
+# (-1: reversed); likely causes. A reversed prompt has no cached prefix, so the third stage caches keys and
+# values of the halved weights. If the prefix cache is not reset, the fourth stage reads these and fails.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -51,8 +51,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. One prompt is long enough for vLLM's
-    prefix cache, which stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
+    """Returns the prompts for `selfcheck`: prompt_id -> tokens. To test vLLM's prefix cache, the last prompt
+    has 300 tokens, if they fit. The cache stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -62,12 +62,13 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Returns an error message about the first failed stage, or "". Also returns the largest gap, in nats a
-    token. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy responses or
-    over its sampled ones. The stage with halved weights does not count.
+    """Compare the log-probs of engine and trainer. Returns an error message about the first failed stage, or
+    "", and the largest gap, in nats a token.
 
     In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
-    sampling, and sleeps. Its log-probs must agree with the trainer's. With halved weights, they must not.
+    sampling, and sleeps. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy
+    or sampled responses. Each gap must be at most TOLERANCE. With halved weights, no gap may be so small, and
+    the result leaves these gaps out.
 
     weights(): the policy's weights, for `Engine.awake`
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens

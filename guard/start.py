@@ -78,7 +78,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
     - is not empty, with --resume never (allowed after a restart by torchrun)
     - has a file or folder of WRITTEN, but is not a run's folder
     - has exports, but no complete checkpoint
-    - has something else in the place of an export"""
+    - has an export/policy or export/critic that is neither an empty folder nor an earlier export"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -96,8 +96,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         lock.claim()
 
 
-# Files and folders that a run or tools.report writes. A run overwrites them only in an earlier run's folder.
-# A folder with .git is no run's folder either.
+# .git, and what a run or tools.report writes. A new run refuses --out if one of these names is there, but no
+# earlier run. So it overwrites no other files, and does not write into a repository.
 WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
            "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html").split()
 
@@ -158,8 +158,8 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Make the chat template print the same date during the whole run. Returns the config with this date as
-    `date`, or with "" if the template prints no date.
+    """Make the chat template print the same date during the whole run. Returns the config. Its field `date`
+    has this date, or "" if the template prints no date.
 
     The date is --date, else `earlier` (from the checkpoint), else today's date on rank 0. A collective.
     Raises UserError if --date is given, but the template prints no date."""
@@ -229,7 +229,8 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
-    """Returns the run as a plan.Case, with the smallest GPU and host memory of all ranks. A collective.
+    """Returns the run as a plan.Case, from which tools/plan.py computes memory and time. GPU memory and host
+    memory are the smallest of all ranks. A collective.
 
     problems: number of prompts in an epoch; 0 if unknown"""
     cuda = world.device.type == "cuda"
@@ -262,10 +263,11 @@ GOLD_LIMIT = 0.01  # a run does not start if more than this share of them can't 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers can't be graded. name: name of the data set in the message
+    """Print how many gold answers of a data set can't be graded. Raises UserError if their share is above
+    GOLD_LIMIT, unless `refuse` is False or --go is given. Problems that only the user's functions grade are
+    not checked.
 
-    Raises UserError if the share of these answers is above GOLD_LIMIT, unless `refuse` is False or --go is
-    given. Problems that only the user's functions grade are not checked."""
+    name: the data set's name in the message"""
     terms = terms_of(cfg)
     compared = {d for d in {p.dataset for p in problems} if any(t.kind for t in graders_of(d, terms))}
     indices = [i for i, p in enumerate(problems) if p.dataset in compared]

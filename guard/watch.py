@@ -76,8 +76,8 @@ def handle_signals(grace: float) -> Iterator[None]:
     the process at once, also with status 1."""
     ended = threading.Event()
 
-    # The handler takes no lock. If a second signal interrupted it, the second call would wait for that lock
-    # forever.
+    # The handler must take no lock. A second signal can interrupt it, and the second call would wait forever
+    # for the first call's lock.
     def request(number, frame):
         now = time.monotonic()
         if not stop_signal:

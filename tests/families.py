@@ -96,9 +96,9 @@ def original_logp(hf: torch.nn.Module, samples: list[data.Sample], temperature: 
 def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     """Returns the largest differences between torz and transformers.
 
-    "logp": difference of a token's two log-probs, in nats
-    "gradient": norm(torz's gradient - transformers' gradient) of a parameter, divided by
-        norm(transformers' gradient) + 0.1 % of the norm of transformers' gradient of all parameters"""
+    "logp": over all tokens, the difference of the log-probs, in nats
+    "gradient": over all parameters, norm(difference of the gradients) / (norm(g) + 0.1 % of the norm of
+        all parameters' g). g: transformers' gradient"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW

@@ -206,8 +206,8 @@ def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkey
 
 
 def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeypatch):
-    """Packs of 4 and 12 tokens. The mean over all tokens would weigh each token by 1/16. The mean of the
-    packs' means weighs a token by 1/8 or 1/24."""
+    """With packs of 4 and 12 tokens, the mean over all tokens gives each token the weight 1/16. `pack_mean`
+    averages the packs' means, so a token has the weight 1/8 or 1/24."""
     class Packs(NamedTuple):
         loss_tokens: range
         responses: int

@@ -33,6 +33,7 @@ from data import prompt_encoder, prompt_form
 from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import load_critic, load_policy, load_tokenizer
+from tools import evaluate
 from tools.tiny import make_tokenizer
 
 
@@ -486,7 +487,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """The model's folder may be moved or saved again. Without a KL term, the folder's weights may differ."""
+    """A resumed run accepts a moved or rewritten model folder, and without a KL term also other weights."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
@@ -510,13 +511,14 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
     (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(
         base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight",
-        eval_data=(f"{tmp_path}/train.jsonl",)))
+        eval_data=(f"{tmp_path}/train.jsonl",), start_from="gone"))
     assert equal(found, restore(1, base, two_ranks[0])[0])
     output = capfd.readouterr().out
     assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
                      "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}; "
                      "files of --model: [0-9a-f]{8} -> .*; model: .*one weight; .*out: ", output)
     assert "evaluation set train: 1 of 1 prompts are also in --data\n" in output
+    assert "--start_from is not used: /" in output and "--resume is not" not in output
 
 
 def in_zones(zones, main, *args):
@@ -541,6 +543,8 @@ def test_the_date_of_a_chat_template_stays_that_of_the_first_start(base, tmp_pat
     for path in (tmp_path / "hf", tmp_path / "run/export/policy"):
         served = load_tokenizer(str(path))
         assert served.decode(asked(served, "1+1=")) == text
+    asks, = evaluate.eval_configs([f"{tmp_path}/hf", *base.data])
+    assert asks.date == day and evaluate.load_candidate(asks, print, False).cfg.date == ""
     edited = shutil.copytree(folder, tmp_path / "edited") / "chat_template.jinja"
     edited.write_text(edited.read_text() + "!")
     with pytest.raises(UserError, match="another config .chat template: .*; needed: --model with the folder"):

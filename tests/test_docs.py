@@ -184,8 +184,8 @@ def test_shell_scripts_are_shell():
 STAND_INS = {  # these scripts replace Slurm's programs and write their arguments to files
     "scontrol": 'if [ "$1" = show ]; then echo first; else echo "$@" >> requeued; fi',
     "scancel": 'echo "$@" > cancelled; kill -USR1 "$(cat pid)"',
-    # Acts as the run. At SIGUSR1 it saves for 0.3 s and, with LAST set, also writes the final export. With
-    # ENDS set, it exits at once with status 3.
+    # Stands in for the training run. At SIGUSR1 it takes 0.3 s to save, then exits. With LAST set, it also
+    # writes the final export. With ENDS set, it exits at once with status 3.
     "srun": 'echo "$@" > arguments\n'
             "trap 'sleep 0.3; [ \"$LAST\" ] && mkdir -p run/export/policy; touch saved; exit 0' USR1\n"
             "echo $$ > pid\n"

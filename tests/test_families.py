@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -174,6 +175,9 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
     file = Path(path, "model.safetensors")
     save_file(load_file(file) | {"lm_head.bias": torch.ones(5)}, file, {"format": "pt"})
     with pytest.raises(UserError, match=r"differ in lm_head.bias \[5\]; needed: "):
+        model.load_policy(path)
+    shutil.copy(file, Path(path, "backup.safetensors"))
+    with pytest.raises(UserError, match="two .safetensors files in .* have the same tensors"):
         model.load_policy(path)
 
 

@@ -31,8 +31,8 @@ def told(start: str) -> str:
     return block
 
 
-# A fork is a copy of the program with a list of edits: (file, old text, new text).
-# Section 1 of docs/forking.md, OPO (arXiv 2505.23585).
+# Each list below has the edits of one fork, a copy of the program: (file, old text, new text).
+# OPO (arXiv 2505.23585) is in section 1 of docs/forking.md.
 OPO = [("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
        ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
         told("    if cfg.advantage == "))]
@@ -126,8 +126,8 @@ def configured(model: str, *flags: str):
 
 
 def advantages_and_gradients(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind -> (advantages, policy gradient). kinds: values of --advantage. The keys "rewards" and
-    "lengths" hold one number for each sample."""
+    """kinds: values of --advantage. Returns kind -> (advantages, policy gradient), and also "rewards" and
+    "lengths" -> one number for each sample."""
     become(folder)
     import ranks
 
@@ -162,8 +162,8 @@ def test_another_advantage(tiny, tmp_path):
 
 
 def losses(folder: str, model: str, kinds: list[str]) -> dict:
-    """Returns kind -> (loss, d loss / d log-probs, d loss / d weights). kinds: values of --ratio. The key
-    "pack" holds the inputs of the loss."""
+    """Computes the loss for each value of --ratio in `kinds`. Returns kind -> (loss, d loss / d log-probs,
+    d loss / d weights), and also "pack" -> (log-probs, old log-probs, advantages, mask)."""
     become(folder)
     from dataclasses import replace
 

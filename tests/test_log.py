@@ -333,6 +333,8 @@ def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch
     (tmp_path / "ListTracker.json").unlink()
     written(tmp_path, [], 2, cfg)
     assert tracked() == [rows[:2], rows[:2] + rows[3:]]
+    written(tmp_path, rows[:1], 0, cfg)  # another run in the same folder
+    assert tracked() == [rows[:1], rows[:2], rows[:2] + rows[3:]]
 
 
 def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):

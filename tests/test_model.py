@@ -18,8 +18,8 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """A layer that is recomputed in whole costs one more forward pass, except for its last matrix product.
-    With --recompute 0, no matrix product is computed again."""
+    """A layer that is recomputed in whole repeats its forward pass, except the last matrix product, whose
+    result no gradient needs. With --recompute 0, no matrix product is computed again."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
     for whole in (None, *range(layers + 1)):

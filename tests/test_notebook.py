@@ -58,7 +58,7 @@ def test_every_cell_runs_and_the_policy_learns(base):
 
 
 def test_the_example_of_the_docs_computes_the_policys_loss(base, tmp_path, monkeypatch):
-    """docs/faq.md. With one update, the ratio is 1, so the loss is minus the mean advantage of the tokens."""
+    """Runs the code of docs/faq.md. Its ratio is 1, so its loss is minus the mean advantage of the tokens."""
     (code,) = re.findall(r"```python\n(from configs.*?)```", (ROOT / "docs/faq.md").read_text(), re.DOTALL)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/tiny-base-0").symlink_to(base)

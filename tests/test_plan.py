@@ -301,7 +301,7 @@ def test_a_resumed_run_keeps_its_groups_on_as_many_ranks(base, two_ranks):
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
     """In an update, ranks wait for the network only in the last backward pass, where nodes sum gradients.
-    `waits` returns the seconds of this wait: the time of the pass's transfers minus its compute time."""
+    `waits(n)`: seconds of this wait for a model of n parameters, transfer time minus compute time."""
     fast, slow, sharded = (case("orz-7b", "--network", speed, "--shard_ranks", groups, world=32, gpu="H200")
                            for speed, groups in (("0", "auto"), ("100", "auto"), ("100", "0")))
     packs, tokens, link = 12 * 11, 256 * 8192, 0.8 * 450e9  # each of 12 minibatches: 10.7 packs, rounded up

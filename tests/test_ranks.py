@@ -74,7 +74,7 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # reshard, and an `accumulate` with which every backward pass sums over the pairs, not only the last
+    # reshard and accumulate of `gradients`. This accumulate lets the backward pass of every pack all-reduce.
     in_each_pack = (True, lambda model, packs: packs)
     kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
     cases = [(i, (*of[i], *rest)) for i in (0, 2, len(JOBS) - 1) for of, *rest in kinds]
@@ -84,7 +84,7 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
             # A model has 3 FSDP groups (2 layers and the root), so 3 all-gathers get all its weights. With
-            # reshard=False, the update gathers only the policy: estimate_advantages left the critic gathered.
+            # reshard=False, weights stay gathered, the critic's since estimate_advantages (not counted here).
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])

@@ -547,9 +547,10 @@ def test_the_command_line_has_models_then_data_then_flags():
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path):
-    facts = dict(template="plain", system_prompt="", stop=["</a>"], extractor=["boxed"], temperature=0.6,
-                 max_response_len=64)
-    for name, changes in {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}}.items():
+    facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
+                 extractor=["boxed"], temperature=0.6, max_response_len=64)
+    kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "{problem}="}}
+    for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "torz.json").write_text(json.dumps(facts | changes))
     a, b, rows = f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/a/torz.json"
@@ -560,6 +561,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path):
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
     for argv, words in (([a, b, "a.json"], "different settings (stop: "), ([rows, "a.json"], "is a file;"),
+                        ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
                         ([f"{tmp_path}/run", "a.json"], "is a folder of a run, not of a model; needed: ")):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)

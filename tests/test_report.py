@@ -83,7 +83,7 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
-    """Each of the 30 steps has 24 wrong and 24 right samples. The report shows 6 of each, in 5 steps."""
+    """A step has 24 wrong and 24 right samples. Of each of 5 steps, the report shows 6 wrong and 6 right."""
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in healthy(30)))
     (tmp_path / "samples").mkdir()
     for step in range(36):  # an earlier run left six files more
@@ -185,8 +185,8 @@ def test_the_band_holds_the_line_of_every_seed_and_their_mean():
 
 
 def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
-    """A recipe's runs differ only in seed and folder. With one recipe, a panel has a line for each metric.
-    With several recipes, each metric has a panel, with a line for each recipe. No legend covers data."""
+    """A recipe is a config without seed and folder. With one recipe, a panel has a line for each metric. With
+    several recipes, each metric has its own panel, with a line for each recipe. No legend covers data."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, to, **_: (drawn.append(figure), save(figure, to)))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))

@@ -458,8 +458,8 @@ DIGITS = "0123456789"
     ("judge", {"rubric": DIGITS}, {}),
     ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
-    """Two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. For each of the
-    row's tests, `passes` runs a Python program: the response, then the test."""
+    """Trains with two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. `passes`
+    runs a program for each test of the row: the response with the test appended."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]
@@ -614,7 +614,7 @@ def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A run's saved samples can be graded again. The parameter `row` is the data row, not the sample."""
+    """A run's saved samples can be graded again. A reward function then gets the data row as `row`."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
             for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]

@@ -94,8 +94,8 @@ READ = {
         (f"{Q}\nA. B\nB. A", "A", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # Invisible characters at both ends of an answer are removed. For the kind math, the text ["2"], a list
-    # as in Skywork-OR1, becomes 2.
+    # Invisible characters at both ends of an answer are removed. An answer of the kind math may be a list of
+    # one item, as text: ["2"] becomes 2. Skywork-OR1 has such answers.
     r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
@@ -152,7 +152,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # With the kinds math and exact, a number must be a choice's text. Otherwise it may be a choice's index.
+    # For the kind choice, a number may be a choice's index. For math and exact, it must be a choice's text.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object, written as a string.
@@ -475,12 +475,17 @@ def test_a_solved_problem_is_not_drawn_again():
     assert len({p.index for step in range(1, 60) for p in data.batch_at(problems, step, cfg, few)}) == 30
 
 
-def test_the_data_set_is_part_of_a_problem(tokenizer, tmp_path):
+def test_data_set_file_and_text_are_parts_of_a_problem(tokenizer, tmp_path):
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
         prints.add(data.fingerprint(load(path, tokenizer)))
     assert len(prints) == 3
+    problems = [data.Problem("", (i,), "1", weight=0.5, file="b" if i > 1 else "a") for i in range(3)]
+    others = [replace(p, file="a") for p in problems], [replace(p, text=" ") for p in problems]
+    assert len(set(map(data.fingerprint, [problems, *others]))) == 3
+    moved = [replace(p, file=f"moved/{p.file}") for p in problems]
+    assert data.fingerprint(moved) == data.fingerprint(problems)
     a = {"dataset": "a"}
     marks = [a, {"dataset": "b"}, {"reward": "exact"}, {}, a, {"reward": "math"}]
     path.write_text("\n".join(json.dumps({"prompt": Q, "answer": "2"} | mark) for mark in marks))

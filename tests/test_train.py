@@ -89,7 +89,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
 
 
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
-    """The metric `reward` is the mean of --reward's first term without its weight. An error counts as 0."""
+    """The metric `reward` is the mean of --reward's first term without its weight. A failed call gives 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, eval_every=0)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)

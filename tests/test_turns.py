@@ -285,7 +285,7 @@ def test_all_turns_share_the_budget(tiny, env, settings, most):
     assert max(len(s.ids) for s in samples) <= most and not errors
     assert max(s.turns for s in samples) == turns
     for s in samples:
-        # The environment's text has one token. If only one is left, no turn could follow: it is dropped.
+        # With one token left, the environment's text (one token) is dropped: it leaves no room for a turn.
         assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
 

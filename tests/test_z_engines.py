@@ -346,8 +346,8 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(1.3)
-    # `generate` syncs the weights of `other`, also into vLLM's packed copy of the head. Without
-    # _repack_tied_head, later syncs do not update this copy.
+    # On a CPU, vLLM uses a packed copy of the head. `generate` writes the head of `other` into the copy.
+    # Without _repack_tied_head, the self-check's syncs leave the copy as it is.
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
@@ -373,8 +373,8 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
 
 
 def test_a_sync_that_does_not_arrive_is_caught(vllm, policy, engines, prompts, monkeypatch):
-    """The engine has the right weights before the test drops all syncs. The self-check finds the fault only
-    with halved weights: after their sync, the log-probs have not changed."""
+    """The engine already has the policy's weights when the test drops all syncs. So only the stage with
+    halved weights finds the fault: engine and trainer still agree."""
     generate(vllm, policy, prompts)
 
     def drop(name, kwargs):

@@ -1,5 +1,5 @@
-"""Evaluates models on problems with known answers: avg@n, pass@k and maj@n, with
-standard errors by problem.
+"""Evaluates models on problems with known answers: avg@n, pass@k and maj@n. For
+a metric's standard error, each problem counts as one observation.
 
     python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]
     python -m tools.evaluate Qwen/Qwen2.5-0.5B eval_sets/aime2024.json
@@ -7,12 +7,12 @@ standard errors by problem.
 
 MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
 .parquet file, or a file of the Hub (OWNER/NAME:FILE). All paths before the
-first .json, .jsonl or .parquet file are models. Without such a file, only the
+first .json, .jsonl or .parquet file are models. If no path ends so, only the
 first path is a model. Several models are evaluated one after the other with
-the same randomness, and each is compared with the first.
+the same random seed. Every other model is compared with the first model.
 
-An export of torz gets the template, stop strings, temperature and lengths
-of its training, unless flags say otherwise.
+If a model is an export of torz, all models get the template, stop strings,
+temperature and lengths of its training, unless flags set other values.
 
 Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
 new or empty.
@@ -123,8 +123,10 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table with a line for each evaluation set and model: the avg@n, and its difference from the
-    first model's avg@n. results: the content of each model's scores.json"""
+    """Returns a table with a line for each evaluation set and model. A line has the model's avg@n. From the
+    second model on, it also has the avg@n minus the first model's avg@n.
+
+    results: the content of each model's scores.json"""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
@@ -167,9 +169,9 @@ CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that -
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line. Its syntax is at the top of this file. A flag that
-    is not given has the value from the models' training, or else the flag's default. Raises UserError for
-    wrong arguments."""
+    """Returns a config for each model of the command line (syntax: see the top of this file). A flag that is
+    not given has the value with which the models were trained (see `as_trained`), or else the default value.
+    Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
         print_help()
         sys.exit(0)
@@ -206,8 +208,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
-    """Returns the models' training settings (torz.json) that an evaluation uses, except for the fields in
-    `given`. Raises UserError if two models were trained with different settings."""
+    """Returns the settings with which the models were trained (torz.json): name -> value, for each name in
+    EVAL_FLAGS but not in `given`. Raises UserError if two models were trained with different settings."""
     found: dict[str, Any] = {}
     for facts in filter(None, (read_json(Path(model, MARKER)) for model in models)):
         template = facts["template"]
@@ -233,7 +235,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError if --reward has a weight, a reward part, or two graders for one data set."""
+    """Raises UserError if --reward has what has no effect in an evaluation: a weight, a reward part, or a
+    second grader for one data set."""
     terms = terms_of(cfg)
     require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
                 for t in terms),

@@ -62,8 +62,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 
 def gpu_of(device: str, memory: float) -> GPU:
-    """Returns the GPU that the driver calls `device`, with `memory` bytes. Its speeds are from the entry of
-    GPUS whose name (up to "-") occurs in `device`. Without such an entry, they are 0."""
+    """Returns a GPU with the name `device`, which the driver reports, and with `memory` bytes. Its speeds are
+    those of the GPU in GPUS whose name before "-" occurs in `device`. Without such a GPU, they are 0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -195,8 +195,9 @@ class Case:
 
     @cached_property
     def shards(self) -> int:
-        """Number of ranks that share one copy of the weights and the optimizer state. With --shard_ranks
-        auto, these are the ranks of one node if device and host memory suffice, else all ranks."""
+        """Number of ranks over which one copy of the weights and of the optimizer state is sharded. With
+        --shard_ranks auto: the ranks of one node, if a copy fits in a node's device and host memory; else all
+        ranks."""
         wanted = self.cfg.shard_ranks
         if wanted == "auto":
             node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
@@ -214,8 +215,9 @@ class Kept(NamedTuple):
     """What the forward passes of a model's update keep in memory for the backward passes.
 
     recompute: number of layers that the backward pass recomputes completely. In the other layers it
-        recomputes only what costs few FLOP. None: it recomputes nothing in any layer.
-    reshard: how much of a layer's gathered weights stays. True: nothing. A number n: 1/n. False: all."""
+        recomputes only cheap operations. None: it recomputes nothing in any layer.
+    reshard: how much of a layer's gathered weights a rank keeps for the backward pass. False: all weights.
+        A number n: 1/n of them. True: none."""
 
     recompute: int | None
     reshard: bool | int
@@ -224,10 +226,10 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. Each value of `reshard` gives at most one candidate: the Kept with the first `recompute` of None, 0,
-       1, … that leaves the share HEADROOM of the device's memory free.
-    2. The result is the first candidate that is at most 1 % slower than the fastest one. Without candidates,
-       it is the Kept that needs the least memory: recompute all layers, keep no gathered weights."""
+    1. Each value of `reshard` gives one candidate. It recomputes as little as possible, but leaves the share
+       HEADROOM of the device's memory free. A value for which this is impossible gives no candidate.
+    2. The result is the first candidate that is at most 1 % slower than the fastest candidate. Without any
+       candidate, all layers are recomputed and no gathered weights kept, which needs the least memory."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
@@ -265,10 +267,11 @@ Usage = dict[str, float]  # item -> bytes of memory that the item uses on one ra
 def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
-    1. the activations that all layers keep for the backward pass
-    2. the recomputed activations of the last layer, where the backward pass begins
+    1. the activations that all layers together keep for the backward pass
+    2. the activations that the backward pass recomputes in the last layer: the first layer that it reaches,
+       when it has not yet freed the activations of the other layers
 
-    whole: Kept.recompute"""
+    whole: number of layers to recompute completely (see Kept.recompute)"""
     d, b = shape.hidden, case.number
     # What a layer stores without recomputation: the inputs of norms, matrix products, attention, activation
     # function and gating. Attention's output counts twice: before and after packed_attention's index_select.
@@ -338,8 +341,8 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage. On a GPU, vLLM's KV cache gets the part
-    of --engine_share that weights and buffers leave."""
+    """Returns the memory of an engine while it samples, as a Usage. On a GPU, vLLM uses --engine_share of the
+    memory: first for weights and buffers, and the rest for the KV cache."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
@@ -359,10 +362,11 @@ def _asleep(case):
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns (phase, Usage) of each instant at which a step may need the most memory, in order of time. The
-    phases: "sync" (the engine gets new weights), "rollout", "ref", "critic" and "policy"."""
+    """Returns (phase, Usage) of several instants of a step, in order of time. The peak memory is at one of
+    them. The phases: "sync" (the engine gets new weights), "rollout", "ref", "critic" and "policy"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time, and has a buffer of the same size.
+    # A sync gathers one layer or the root at a time. FSDP gathers the weights into a buffer, then copies them
+    # to tensors, so these weights are in memory twice.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0  # FSDP copies a rank's shard for an all-gather
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
@@ -385,8 +389,11 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
 
 
 def _with_total(case, usage):
-    """Returns `usage` with the items "CUDA and idle state" and "total". The first is the memory of CUDA and
-    NCCL, plus the weights and AdamW's moments that are on the device but not in `usage`."""
+    """Returns `usage` with two more items:
+
+    CUDA and idle state: the memory of CUDA and NCCL, plus the weights and AdamW's moments that are on the
+        device but not counted in `usage`
+    total: the sum of all items"""
     idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
@@ -459,16 +466,17 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 
 
 def traffic(case: Case) -> dict[str, dict[str, Sent]]:
-    """Returns phase -> collective -> what a rank sends. "critic" and "policy" have these collectives:
+    """Returns phase -> collective -> what a rank sends. The phases "critic" and "policy" have these
+    collectives:
 
     forward: all-gathers in a pack's forward pass
     backward: all-gathers in a pack's backward pass
     reduce: reduce-scatter of a pack's gradients
-    all-reduce: sum of the gradients over the groups of --shard_ranks, once an update"""
+    all-reduce: sum of the gradients over all copies of the model (--shard_ranks), once an update"""
     cfg, world, local = case.cfg, case.world, case.local
     phases = {name: _collectives(case, name, kept) for name, kept in case.kept.items()}
-    # Bytes that a rank sends to each other rank, if all samples have the maximum length. A token counts 8
-    # bytes: its int32 id and its float32 log-prob.
+    # share: bytes of samples that a rank sends to one other rank, if all samples have the maximum length. A
+    # token has 8 bytes: an int32 id and a float32 log-prob.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
     return phases | {"sync": {"gathers": phases["policy"]["forward"]},
                      "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
@@ -477,7 +485,8 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 def _collectives(case, name, kept):
     """Returns collective -> what a rank sends, for the model `name`. `traffic` describes the collectives."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
-    # over: numbers of ranks and of nodes that share one copy of the weights; groups: number of copies
+    # over: (ranks, nodes) over which one copy of the weights is sharded; groups: number of copies
+    # again: like `over`, for the all-gathers of the backward pass
     over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
     return {"forward": sent(case.number * params, *over),
@@ -499,8 +508,10 @@ def _seconds(parts):
 
 
 def _passes(case, name, kept, prompt, response):
-    """Returns two lists of parts (see `_seconds`): one forward pass over all packs of a step, and all updates
-    of a step."""
+    """Returns two lists of parts (see `_seconds`):
+
+    1. a forward pass on each pack of a step, without training
+    2. all updates of a step: their forward and backward passes"""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
@@ -524,8 +535,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     step in which no rank computes. prompt, response: mean lengths in tokens. case.gpu must have speeds."""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    # A decode step reads the weights and the KV cache once. Its time is that of reading or of computing,
-    # whichever is longer.
+    # A decode step reads the weights and the KV cache once. It takes the time for reading or the time for
+    # computing, whichever is longer.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
@@ -573,9 +584,11 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text. If none do, returns the advice to use a smaller model or
-    other devices. Tries one flag, then all flags of `free`, then `free` and one more flag. Then tries the
-    same with 2, 4, 8, … times the ranks. No flag changes the algorithm. `free` costs only speed."""
+    """Returns flags that make the case fit, as text. If no flags do, returns the advice to use a smaller
+    model or other devices. No flag changes the algorithm, and the flags in `free` cost only speed.
+
+    Tries single flags, then all flags in `free` together, then all flags in `free` with one more flag. If
+    nothing fits, tries 2, 4, 8, … times as many ranks, without flags and with the same flags."""
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # a run on one machine, which is assumed to have at least NODE GPUs
         node = max(node, NODE)

@@ -67,8 +67,10 @@ PANELS = [
 
 
 def _draw(axis, lines, scale):
-    """Draw a panel of a plot. lines: label of a line -> the `_values` of its runs. Neighbouring lines have
-    different dashes, so that two equal lines can both be seen."""
+    """Draw a panel of a plot. Neighbouring lines have different dashes, so that two equal lines can both be
+    seen.
+
+    lines: label of a line -> the result of `_values` for the runs whose mean the line shows"""
     for i, (label, (steps, values)) in enumerate(lines.items()):
         gap = i % 3 * 4
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)

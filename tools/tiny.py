@@ -121,8 +121,8 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
-    """Build the base model and problems of any task in a folder, if it has none. Returns the absolute path.
-    Raises UserError if the folder exists with other content, such as another seed or VERSION."""
+    """Build the base model and the problems of `task` in the folder `out`, unless they are there. Returns the
+    absolute path. Raises UserError if `out` exists with other content, such as another seed or VERSION."""
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     if config.items() <= read_json(path / "tiny.json").items():
         return str(path)
@@ -158,7 +158,7 @@ def _build(folder: Path, seed: int, task: Task) -> None:
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
              task: Task) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
-    Only the last third of the texts has guessed answers, because reasoning takes longer to learn."""
+    Reasoning takes longer to learn than guessing, so only the last third of the texts has guessed answers."""
     texts, count = [], BATCHES * BATCH
     while len(texts) < count:
         rng.shuffle(problems)

@@ -68,8 +68,8 @@ def case_of(name: str, recompute: str) -> plan.Case:
 def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
-    # A short shared prompt is the worst case for memory. If responses share a prompt, attention copies the
-    # queries, keys and values. In return, the prompt is computed only once. But a short prompt saves little.
+    # The worst case for memory is a short prompt that several responses share: attention copies the queries,
+    # keys and values, and computing a short prompt only once saves little.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
                    recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
@@ -83,8 +83,9 @@ def measure(name: str, recompute: str) -> list[dict]:
 
 
 def row_of(name: str, recompute: str, head: dict, phase: str, steps: list[dict]) -> dict:
-    """Returns the row of one phase in FILE. steps: the trainer's JSON lines of this phase. Memory values are
-    the maximum over these lines."""
+    """Returns the planned and measured memory of one phase, as a row for the results in FILE.
+
+    steps: JSON lines of bench/nullgpu/trainer.py for this phase; the row has the maximum of each value"""
     def most(field):
         return max(step[field] for step in steps)
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Takes the place of Python in bench/gpu_proof.sh, to test that script without a GPU.
+"""Replaces the Python interpreter in bench/gpu_proof.sh, to test that script without a GPU.
 
     RESULTS=FOLDER PYTHON=bench/nullgpu/proof.py PYTHONPATH=NULLGPU sh NULLGPU/run.sh sh bench/gpu_proof.sh
 
-bench/nullgpu/trainer.py explains NULLGPU, the folder of a stub CUDA driver. This program runs the commands of
-gpu_proof.sh with the smaller values in SMALL. The measured numbers mean nothing.
+gpu_proof.sh calls this file wherever it would call `python`. This file runs the same command on a stub CUDA
+driver, with the smaller values in SMALL. The measured numbers mean nothing. NULLGPU is the folder of the stub
+driver (see bench/nullgpu/trainer.py).
 """
 
 import os
@@ -20,7 +21,8 @@ if words[1].startswith("bench."):
     # those of train.py.
     os.environ["PYTORCH_ALLOC_CONF"] = ""
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-# Run `-c` and torchrun with the real Python. torchrun starts each rank as `PYTHON_EXEC -u train.py …`.
+# Only benches and the ranks of torchrun get the patches below. Here their first word is "-u": torchrun starts
+# each rank as `PYTHON_EXEC -u train.py …`. The real Python runs all else: `-c` and torchrun.
 if words[0] != "-u":
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())

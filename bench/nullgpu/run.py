@@ -110,7 +110,7 @@ def sampled_counts() -> None:
 
 def remember_packs(known: dict) -> None:
     """Makes Pack.to store the host's `mask` and `cu_seqlens` in `known` (device address -> host tensor). The
-    patches of host_values read them there, because the stub copies no values to the device."""
+    stub device has no values, so the patches of trainer.host_values read these two tensors from `known`."""
     import data
 
     to = data.Pack.to

@@ -65,8 +65,8 @@ HOST: dict[int, Tensor] = {}  # device address of a pack's tensor -> the same te
 
 
 def host_values() -> None:
-    """Patches Tensor.nonzero and Tensor.cpu, because the stub computes no values. For a tensor in HOST, both
-    methods read its copy on the host."""
+    """Patches Tensor.nonzero and Tensor.cpu. Their results decide the shapes of other tensors, but the stub
+    device computes no values. So for a tensor in HOST, both methods read its copy on the host."""
     nonzero, cpu = Tensor.nonzero, Tensor.cpu
 
     def known(x):
