@@ -244,7 +244,7 @@ class Config:
     shard_ranks: Amount | Literal["auto"] = 0  # ranks per model copy; 0: all; auto: one node if memory allows
     network: NotNegative = 0.0  # Gb/s between nodes, for estimates of tools/plan.py; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # activation checkpointing: none, layers (all), a number, auto (if memory is low)
+    recompute: str = "auto"  # activation checkpointing: none; layers: of all; N: of N layers; auto: as needed
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
@@ -494,7 +494,8 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's config_demo.yaml, where a step also has 448 responses: 7 GPUs × 16 × 4 accumulation steps.
+    # Open-R1's config_demo.yaml. Its step has 448 responses (7 GPUs × a batch of 16 × 4 accumulation steps),
+    # as many as 28 × 16 here.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),

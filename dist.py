@@ -314,7 +314,7 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # replace_tensors reads the copies, because FSDP pads uneven shards
+        torch.cuda.synchronize()  # wait for the copies, because replace_tensors reads them
     replace_tensors(model, optimizer, new)
 
 

@@ -214,7 +214,7 @@ class Logger(contextlib.AbstractContextManager):
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # With purge_step, TensorBoard hides an interrupted run's rows of this and of later steps.
+                # purge_step: TensorBoard hides the rows of an interrupted run from this step on
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]

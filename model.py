@@ -163,8 +163,8 @@ class Segments:
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Returns the attention output (1, U, H, d) of a pack's U computed tokens. A token attends to itself and
-    to earlier tokens of its segment.
+    """Returns the attention output (1, U, H, d) of the U tokens that the model computes in a pack (shared
+    prefixes only once). A token attends to itself and to earlier tokens of its segment.
 
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
@@ -449,7 +449,7 @@ def values(critic: nn.Module, pack: Pack) -> Tensor:
 # --- loading
 
 
-# Without subfolders and consolidated.*, which have the same weights again.
+# The files to download. Subfolders and consolidated.* are left out, because they repeat the same weights.
 MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
                    ignore_patterns=["*/*", "consolidated*"])
 

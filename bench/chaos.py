@@ -127,8 +127,8 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. When the run's command is typed first, the ranks run `be_a_rank`,
-        so that the fault can strike. When it is typed again, they run train.py."""
+        """Starts the node's torchrun agent. The first time that the run's command is typed, the ranks run
+        `be_a_rank`, which makes the fault. Later they run train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")
@@ -463,8 +463,8 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# An error of TensorBoard's thread. `faults_of` ignores it after a fault in DISK, because log.Logger then
-# makes a new writer.
+# An error of TensorBoard's thread. `faults_of` ignores it after a disk fault (DISK), because log.Logger then
+# replaces the writer whose thread failed.
 OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
@@ -508,7 +508,7 @@ def resumed_after(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"resumed after (\d+) steps", text)]
 
 
-# --- all runs
+# --- used by every run
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ PAIRS = r"""
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
     text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark""".split()}
 SPELLINGS |= {name: rf"\{name} " for name in (
-    "arcsin arccos arctan sin cos tan cot sec csc ln log exp sqrt pi infty theta".split())}
+    "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
 SPELLINGS |= {key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
               for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)}
@@ -405,6 +405,7 @@ ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
+ROOT = re.compile(r"(?<=[kmt-z])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
@@ -468,7 +469,8 @@ def _read_list(text, depth):
         return _read_bounds(text, elements)
     if kinds == {"named"}:
         names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
-        if len(bare := {INDEX.sub("", name) for name in names}) == 1:  # "x=1 or x=2"; "x_1=1, x_2=2"
+        # "x=1 or x=2"; "x_1=1, x_2=2". But f(1)=1, f(2)=2 and a_1=1, a_2=2 have an order.
+        if len(bare := {ROOT.sub("", name) for name in names}) == 1:
             elements = [e for value in values for e in _several(value)]
             return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
@@ -704,7 +706,8 @@ SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matri
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), OPTION A, A:15, 15 CHOICES A. The
 # last text comes from `(A) 15`. A) does not match.
-LETTER = re.compile(r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
+LETTER = re.compile(r"(?!.*\b(?:[A-Z]\b.* CHOICES|NOT|WRONG|INCORRECT|FALSE|BUT|EXCEPT|OR)\b)"
+                    r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
                     r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-Z]\b).+)")
 
 
@@ -798,14 +801,17 @@ def _same_named(answer, gold, prove):
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
-    if other and not {a.kind, b.kind} <= {"number", "expression"}:
+    if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line. So y=5-x is right, and 5 is wrong.
     if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
-    # If the gold answer is x=5, the answer x-5=0 is wrong, because the equation must still be solved.
+    # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
+    # solved. But if it is the curve y=2x, the answer y-2x=0 is right.
     if other or "equation" in (a.kind, b.kind):
-        return bool(not needed or _variables(b.text)) and _same_expression(answer, gold, prove)
+        letters = _variables(b.text)
+        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
+        return bool(curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
@@ -927,10 +933,14 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         allowed = {"power" in needed and "product", "^" in gold and "=" in gold and "power"}
         if left is None or tolerance is None and _calculations(answer) - needed - allowed:
             return False
-        if "." in answer + gold and left.is_number and right.is_number:
+        if left.is_number and right.is_number and r"\infty" not in answer + gold:
             a, b = left.doit(), right.doit()
-            close = abs((a - b).evalf()) <= (tolerance or 1e-6) * abs(b.evalf())
-            return a == b if b.is_integer else bool(close)
+            decimal = "." in answer + gold
+            if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
+                return a == b
+            # maxn: number of digits to which sympy computes if a and b are nearly equal
+            limit = (tolerance or 1e-6) if decimal else 1e-300
+            return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
         if isinstance(left, Eq) and isinstance(right, Eq):
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
             return bool(a != 0 != b and cancel(a / b).is_number)
@@ -954,10 +964,12 @@ def _calculations(text):
             found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
         # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
         base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
-        numbers = [f for f in flatten([base], cls=Mul) if f.is_number and abs(f) != 1]
+        bases = flatten([base], cls=Mul)
+        numbers = [f for f in bases if f.is_number and abs(f) != 1]
         done = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
             node.exp == -1 and node.base.is_integer)
-        if not done and (value.is_rational or any(f.is_rational or not f.is_Atom for f in numbers)
+        twice = any(f.is_Pow and f.exp.is_integer and f.exp != -1 for f in bases)  # (x^2)^3
+        if not done and (twice or value.is_rational or any(f.is_rational or not f.is_Atom for f in numbers)
                          or value.is_number and (node.has(I) or isinstance(node, Abs))):
             found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
         # The factors of 1/(ab) are 1/a and 1/b.

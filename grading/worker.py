@@ -261,7 +261,7 @@ def _import_function(spec, known):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns (names of its parameters, `seconds`,
     `parallel`). Both numbers are 0 if the function declares no `seconds` (see Grader).
 
-    known: names that its parameters may have: SCORE for a reward, TURN for --env"""
+    known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""
     path, _, name = spec.rpartition(":")
     with _modules_beside(spec):
         module = runpy.run_path(path)

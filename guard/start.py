@@ -144,7 +144,7 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
             "chat template": ckpt.template_hash(tokenizer, cfg.template),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
-    noted = ckpt.VERSIONS | read  # all that tools.report compares
+    noted = ckpt.VERSIONS | read  # config.json gets `noted`, so that tools.report can compare runs
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
         if used:
             read |= ckpt.model_facts(ckpt.source_of(who, config), tokenizer, who)

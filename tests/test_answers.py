@@ -346,6 +346,13 @@ x^{3/2} ~ x\sqrt x ~~ x^2\sqrt x
 xy=6 ~ y=\frac6x ~~ \frac{y}{2}\cdot\frac{x}{3}=2
 x^2+y^2-4x=0 ~ (x-2)^2+y^2=4 ~~ \frac{y}{x}\cdot\frac{y}{x-4}=-1
 \frac{2x+3}{6} ~ \frac16(2x+3) ~~ \frac16(3)
+\frac{1}{2^{100}} ~ 2^{-100} ~~ -\frac{1}{2^{100}} ~ \frac{1}{2^{99}} ~ \frac{1}{3^{100}} ~ \frac{1}{20!}
+2-\frac{1}{2^{99}} ~ 2-2^{-99} ~~ 2+\frac{1}{2^{99}} ~ 2-\frac{1}{2^{100}} ~ 2
+f(1)=3,f(2)=5 ~ f(2)=5,f(1)=3 ~ 3,5 ~~ f(1)=5,f(2)=3 ~ f(3)=3,f(4)=5 ~ 5,3
+h=\frac{3V}{\pi r^2} ~ \frac{3V}{\pi r^2} ~~ V=\frac13\pi r^2h ~ V
+x^6 ~ 1\cdot x^6 ~~ (x^2)^3 ~ (x^3)^2 ~ \frac{(x^4)^2}{x^2}
+y=x ~ x-y=0 ~ x=y ~~ y=-x
+25\text{ sec} ~ 25 ~ 25\text{ seconds} ~~ 52
 7 ~ the value of $x$ is 7 ~~ the reciprocal is 7 ~ its opposite is 7 ~ lower bound: 7 ~ the false answer is 7
 a_n ~~ A_n
 mgh ~~ mgH

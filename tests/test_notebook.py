@@ -71,14 +71,6 @@ def test_the_example_of_the_docs_computes_the_policys_loss(base, tmp_path, monke
     assert loss != 0 and len(names["samples"]) == 32 and all(g.isfinite().all() and g.any() for g in grads)
 
 
-def test_the_file_is_a_valid_notebook():
-    book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
-    assert {"kernelspec", "language_info"} <= set(book["metadata"])
-    ids = {c["id"] for c in book["cells"]}
-    assert len(ids) == len(book["cells"]) == len(cells("code")) + len(cells("markdown"))
-
-
 def test_the_stored_outputs_can_be_read_without_running_it():
     """The file has plots, rewards and responses, but no paths of a machine."""
     outputs = [output for cell in cells("code") for output in cell["outputs"]]

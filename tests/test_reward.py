@@ -121,7 +121,7 @@ def test_a_choice_is_one_letter():
                    "Option D", "choice D", "D. 15", "D) 15", "(D) 15"):
         assert grade(answer, "D", "choice") is True, answer
     for answer in ("C", "D)", "D or C", "DD", "ABCD", "4", r"\text{D} \text{C}", "The D", "",
-                   "wrong choice D", "A choice D", "C. 15"):
+                   "wrong choice D", "A choice D", "C. 15", "(D) 15 or C", "(D) 15 (C) 16", "D. is wrong"):
         assert grade(answer, "D", "choice") is False, answer
     assert grade("D", "(D)", "choice") and not grade("", "", "choice")
 

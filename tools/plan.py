@@ -531,8 +531,10 @@ def _passes(case, name, kept, prompt, response):
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Returns phase -> estimated seconds in a step. "step" is their sum. "only network" is the time of the
-    step in which no rank computes. prompt, response: mean lengths in tokens. case.gpu must have speeds."""
+    """Returns phase -> estimated seconds in a step. "step" is their sum. "only network" is the part of
+    "step" during which no rank computes. case.gpu must have speeds.
+
+    prompt, response: mean lengths in tokens"""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
     # A decode step reads the weights and the KV cache once. It takes the time for reading or the time for
