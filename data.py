@@ -78,7 +78,7 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: int  # index in the step's batch; while sampling with --carry: the prompt's number (numbers_at)
+    prompt_id: int  # index in the step's batch; while sampling with --carry: index among the run's prompts
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS

@@ -31,7 +31,7 @@ def main() -> None:
     seconds = values("time/wake", "time/sync", "time/sleep")
     # Reasons for two of the limits:
     # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver without NCCL. NCCL needs buffers too.
-    # 0.03 nats: rounding causes a mean gap of 0.026, stale weights or a wrong temperature 0.1 or more.
+    # 0.03 nats: the mean gap is 0.026 from rounding, 0.1 or more from stale weights or a wrong temperature.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

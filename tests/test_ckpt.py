@@ -740,7 +740,7 @@ def asked(tokenizer, question, system=""):
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("template", ["orz", "plain", "file", "chat", "chat with a system prompt"])
 def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template, bos):
-    """The exported chat template refuses a conversation that --template can't express."""
+    """The exported chat template refuses roles and turns for which --template has no place."""
     tokenizer = chat_tokenizer() if template.startswith("chat") else make_tokenizer()
     if bos:
         start = tokenizer.eos_token

@@ -109,7 +109,7 @@ def test_full_weights_equal_the_files(which, request):
 
 
 def test_restarted_ranks_do_not_meet_those_before_them(monkeypatch):
-    """After a restart, the ranks ignore keys of earlier ranks in torchrun's store. late: joins last"""
+    """Restarted ranks ignore keys that old ones left in torchrun's store. late: the rank that joins last"""
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for late in (0, 1, 0):

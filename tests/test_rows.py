@@ -152,7 +152,7 @@ REFUSED = {
     r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
     '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
         "lone surrogate",
-    # For the kind choice, a number may be a choice's index. For math and exact, it must be a choice's text.
+    # With the reward "choice", a number may be an index. With "math" or "exact", it must be a choice's text.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     # A list or an object, written as a string.
