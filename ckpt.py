@@ -377,8 +377,8 @@ def read_mark(folder: Path) -> Files | None:
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
     file."""
-    # A resumed run reads all files with these names. A file that COMPLETE does not list was added after the
-    # save, so it counts as changed.
+    # A resumed run reads all files that match the two patterns below. One that COMPLETE does not list was
+    # added after the save, so it counts as changed.
     foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
     for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)

@@ -494,8 +494,8 @@ PRESETS = {
         clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
         max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
         weight_decay=0.01, adam_eps=1e-15),
-    # Open-R1's config_demo.yaml. Its step has 448 responses (7 GPUs × a batch of 16 × 4 accumulation steps),
-    # as many as 28 × 16 here.
+    # Open-R1's config_demo.yaml. Its step has 7 GPUs × a batch of 16 × 4 accumulation steps = 448 responses.
+    # This preset has the same number: 28 prompts × 16 samples.
     "open-r1-1.5b-grpo": replace(
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
