@@ -129,8 +129,8 @@ class Segments:
         inverse (T,): for each token of the pack, the number (0 to U - 1) of its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # slots (S,): the computed token (0 to U - 1) that each slot holds. outputs (U,): for each computed
-        # token, a slot that holds it. Both are None if slots and computed tokens are the same.
+        # A slot is a position of the pack or, after `pad`, of the blocks. slots (S,): the computed token in
+        # each slot, 0 to U - 1. outputs (U,): a slot of each computed token. Both None: slot i holds token i.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 

@@ -580,11 +580,11 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns the samples with `prompt_share`, the weight of each token's loss with --aggregation prompt:
-    1 / (number of the prompt's tokens in the minibatch's loss × number of prompts in this loss).
+    """Returns copies of the samples in which `prompt_share` is set. --aggregation prompt multiplies each
+    token's loss by it: 1 / (the prompt's tokens in the minibatch's loss × the prompts in this loss).
 
-    keys, prompts: from `number_samples`
-    layout[minibatch][rank][pack]: the pack's samples, numbered as in `number_samples`"""
+    keys: the number of each sample among the samples of all ranks. prompts: for each number, the prompt_id
+    layout[minibatch][rank][pack]: the numbers of the pack's samples"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)

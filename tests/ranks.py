@@ -170,8 +170,8 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
-    """Computes in bf16. Returns the largest difference of a log-prob from fp32, and whether weights and
-    gradients are fp32."""
+    """Computes log-probs in bf16. Returns their largest difference from log-probs in fp32, and whether the
+    shards' weights and gradients are fp32."""
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)

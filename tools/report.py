@@ -194,7 +194,7 @@ pre { background: #f4f4f4; overflow: auto }
 article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SHOWN = 8  # largest number of a step's wrong responses on the page, and of its right responses
+SHOWN = 8  # the page shows at most so many wrong and so many right responses of a step
 
 
 def _table(rows):
