@@ -123,7 +123,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
     """Replaces HOOKS[name] by the function `name` of the user's file.
 
-    text: a hash of the file, only for `key_of`: after an edit of the file, the runs are new"""
+    text: a hash of the file. Unused here. `key_of` puts it into a run's key, so an edited file runs again"""
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

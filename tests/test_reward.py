@@ -151,7 +151,7 @@ def test_gold_answers_equal_only_themselves(grader, name, kind):
 # --- the Grader
 
 def test_waiting_in_the_queue_does_not_count(custom):
-    """One worker needs 3 s for the 12 answers. Each answer alone may take 2 s."""
+    """One worker needs 3 s for all 12 answers. The time limit of each answer is 2 s."""
     assert worker.WALL == 4
     spec = custom(SLOW)
     with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
