@@ -284,9 +284,10 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
+    own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
     if found:  # a resumed run keeps its first --start_from
-        for flag in ("start_from", "resume") if found.parent.parent == out else ():
-            if getattr(cfg, flag) not in ("", "auto", "never", saved["config"][flag]):
+        for flag in ("start_from", "resume"):
+            if own and getattr(cfg, flag) not in ("", "auto", "never", saved["config"][flag]):
                 say(f"--{flag} is not used: {out} has a checkpoint, and its run continues")
         cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
@@ -316,8 +317,6 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    # A checkpoint that --resume names in another folder is not saved in `out` yet.
-    own = found is None or found.parent.parent == out
     log = dist.together(Logger, out, cfg, world.main, start, noted, planned)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):

@@ -314,8 +314,7 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
             "prompt, and each prompt has only one (--samples_per_prompt 1)",
             "--samples_per_prompt 2 or more, or --reward without length")
     require("length" not in names or not cfg.carry or cfg.compares_samples, "--reward length compares the "
-            f"samples of a prompt, and --carry {cfg.carry} may train on them in different "
-            "steps",
+            f"samples of a prompt, and --carry {cfg.carry} may train on them in several steps",
             "only one of them")
     parts = " ".join(name for name in ("format", "tags") if name in names)
     prompt = tokenizer.decode(list(problems[0].ids))

@@ -35,8 +35,11 @@ def _values(runs, key):
 
 
 def _flags(run):
-    """Returns the flags of a run without `seed` and `out`; {} if there is no config.json."""
-    return {f"--{name}": str(value) for name, value in read_json(run / "config.json").items()
+    """Returns a run's flags without `seed` and `out`, and what config.json says of packages, code, data and
+    models; {} if there is no config.json."""
+    config = read_json(run / "config.json")
+    config |= config.pop("versions", {})
+    return {f"--{name.lstrip('-')}": str(value) for name, value in config.items()
             if name not in ("seed", "out")}
 
 
