@@ -157,7 +157,7 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("victim,moment", [
-    (0, "samples/step_000000*"), (1, "ckpt/.step_000002*"), (0, "ckpt/.step_000004*")])
+    (0, "samples/step_000000*"), (1, "ckpt/.step_000002*")])
 def test_a_rank_killed_anywhere_costs_nothing_saved(base, two_ranks, tmp_path, victim, moment):
     processes, _ = start_ranks(2, ranks.main, dataclasses.replace(base, out=str(tmp_path)))
     assert wait_until(lambda: list(tmp_path.glob(moment)), pause=0.002)
@@ -487,7 +487,7 @@ EDITS = {
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
-    """A resumed run accepts a moved or rewritten model folder, and without a KL term also other weights."""
+    """The model folder may move, and its files may change. With a KL term, the weights must be the same."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")

@@ -197,8 +197,8 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, two_ranks, tmp_path
     assert all(torch.equal(policy[k], two_ranks[2][k]) for k in policy)
 
 
-@pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 0.3),
-                                                   ("rlvr-8b", "rlvr", 12, 0.15)])
+@pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 4, 0.3),
+                                                   ("rlvr-8b", "rlvr", 6, 0.1)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
     model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
     sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
@@ -230,10 +230,8 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
         check=True, env=os.environ | keep_memory | {"OMP_NUM_THREADS": "2"})
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    planned = plan["host and disk, GiB"]["machine"]
-    print(f"peak {row['mem/host_peak_gb']:.1f} GiB, planned for the machine {planned:.1f}")
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
-    assert 1 < row["mem/host_peak_gb"] < planned
+    assert 1 < row["mem/host_peak_gb"] < plan["host and disk, GiB"]["machine"]
     assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 32768
 
 

@@ -38,23 +38,27 @@ def test_what_only_measures_changes_no_bit(base, two_ranks, untied, tmp_path, me
     assert all(torch.equal(policy[k], two_ranks[2][k]) for k in policy)
 
 
+@pytest.fixture(scope="module")
+def base_and_teacher(tmp_path_factory):
+    """The base guesses half of its answers. The teacher never learned to guess."""
+    tasks = tiny.SUMS, tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
+    return [taught(t, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=16) for t in tasks]
+
+
 @pytest.mark.parametrize("changes", [
     dict(algo="grpo", critic_updates=1, kl_estimator="k2"),
     dict(kl_in="reward", kl_estimator="k1")], ids=["KL in the loss", "KL in the reward"])
-def test_a_teacher_teaches_without_any_reward(tmp_path, changes):
-    """The policy guesses half of its answers at first. The teacher never learned to guess. Because the reward
-    has weight 0, the policy can improve only through the KL term."""
-    careful = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
-    model, teacher = (taught(task, tmp_path / name, count=4, batches=80, batch=16)
-                      for name, task in (("base", tiny.SUMS), ("teacher", careful)))
+def test_a_teacher_teaches_without_any_reward(base_and_teacher, tmp_path, changes):
+    """Because the reward has weight 0, the policy can improve only through the KL term."""
+    model, teacher = base_and_teacher
     cfg = dataclasses.replace(
         PRESETS["tiny-ppo"], **changes, model=model, ref_model=teacher, reward=("math=0",), kl_coef=1.0,
-        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_samples=(64,), steps=10,
-        eval_every=10, save_every=0, prompts_per_step=8)
+        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_samples=(64,), steps=5,
+        eval_every=5, save_every=0, prompts_per_step=8)
     rows, _ = run(cfg, tmp_path / "run")
     assert all(row["score"] == 0 < row["reward"] for row in rows if "score" in row)
     first, last = (row["eval/heldout/avg@64"] for row in rows if "eval/heldout/avg@64" in row)
-    assert first < 0.6 and last > 0.9
+    assert first < 0.6 and last > 0.8
 
 
 @pytest.mark.parametrize("changes", [
@@ -78,7 +82,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
         solved |= {problem for (_, problem), right in step.items() if right >= 3}
         assert row["solved"] == len(solved) / 40 or cfg.resample_rounds
     assert rows[9]["solved"] > 0.25 and (again == 0 or cfg.carry and again < 5)
-    for count in (2, 1):
+    for count in (2, 1) if cfg.carry else (2,):
         out = shutil.copytree(tmp_path / "a", tmp_path / str(count), ignore=shutil.ignore_patterns(
             "export", "step_000006", "step_000008", "step_000010", "best"))
         assert not cfg.carry or ckpt.read_carried(ckpt.step_folder(out, 4))

@@ -340,15 +340,15 @@ def test_a_model_learns_to_call_the_calculator(tmp_path):
     cfg = dataclasses.replace(
         PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
         env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",
-        steps=14, eval_every=14, policy_lr=7e-4, save_samples="all")
+        steps=9, eval_every=9, policy_lr=7e-4, save_samples="all")
     rows, _ = run(cfg, tmp_path / "run")
     score = [row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row]
     trained = [row for row in rows if "reward" in row]
-    assert score[0] <= 0.3 and score[-1] >= 0.9, score
+    assert score[0] <= 0.3 and score[-1] >= 0.8, score
     calls = [row["turns"] - 1 for row in trained]
-    assert calls[0] < 0.4 and calls[-1] > 0.9, calls
+    assert calls[0] < 0.4 and calls[-1] > 0.8, calls
     assert all(row["response_len/sampled"] < row["response_len"] for row in trained)
     assert max(row["logp_gap/max"] for row in trained) < 1e-3
-    last = [json.loads(line) for line in Path(tmp_path, "run/samples/step_000013.jsonl").open()]
+    last = [json.loads(line) for line in Path(tmp_path, "run/samples/step_000008.jsonl").open()]
     assert {row.get("turns", 1) for row in last} >= {2}
     report.write_report(tmp_path / "run")
