@@ -33,6 +33,7 @@ What counts as equal:
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
 - `x=5` equals `5`, but neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
 - A condition such as `k\in\mathbb{Z}` is ignored.
+- A formula of the problem is no answer, although it may equal the gold answer (see `repeats`).
 - `3+4=7` equals 7, but `6=7` does not.
 - After `\approx`, an answer may add a number that is right within one percent: `\frac56\approx0.83`.
 """
@@ -201,7 +202,8 @@ PAIRS = r"""
     mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
-    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark""".split()}
+    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark large Large
+    underline""".split()}
 SPELLINGS |= {name: rf"\{name} " for name in (
     "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
@@ -231,7 +233,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
     (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"', r"\1\\frac{\2\\pi}{180}"),
-    (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"\1"'),
+    (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
     (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
     (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
     (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
@@ -267,7 +269,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
     (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
-    (r"^\\\{[a-z](?:\\in[^|:]*)?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+    (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$", r"\1,\2"),  # {2k | k in Z}
     (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
     (r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
@@ -373,7 +375,7 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
     ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
     ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; yuan; mph;
-    hz hertz; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
+    hz hertz; degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are its unit: `5 meters`. But if one of the words is in NO_UNIT or matches PART, the
@@ -382,7 +384,8 @@ NO_UNIT = set("""not no or on if is are was be it at by more less fewer than ove
     below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
-PART = re.compile(r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG]\b")  # tenths, millions
+PART = re.compile(  # tenths, millions, MW
+    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b")
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, a noun may be singular (`1 pizza`), so ONE replaces MANY.
 MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
@@ -394,10 +397,12 @@ DECIMAL = re.compile(
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
+VALUES = {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\ln", r"\approx"}  # symbols of a chain (3+4=7)
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?|(?!not)[A-Za-z]{1,4}
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
+    |(?!not)[A-Za-z]{1,4}
     |"[^"]*")
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
     (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
@@ -405,7 +410,7 @@ ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
     rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
-ROOT = re.compile(r"(?<=[kmt-z])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
+ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
@@ -468,7 +473,9 @@ def _read_list(text, depth):
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
         return _read_bounds(text, elements)
     if kinds == {"named"}:
-        names, values = zip(*sorted((e.parts for e in elements), key=lambda p: p[0]), strict=True)
+        # Greek names, such as \theta, are the last.
+        named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
+        names, values = zip(*named, strict=True)
         # "x=1 or x=2"; "x_1=1, x_2=2". But f(1)=1, f(2)=2 and a_1=1, a_2=2 have an order.
         if len(bare := {ROOT.sub("", name) for name in names}) == 1:
             elements = [e for value in values for e in _several(value)]
@@ -506,7 +513,7 @@ def _read_named(text, depth):
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
-    if set(found) <= {"=", r"\approx"} and symbols <= {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\approx"}:
+    if set(found) <= {"=", r"\approx"} and symbols <= VALUES:
         return Reading("chain", text, (reading, parts[:exact], parts[exact + 1:]))
     return Reading("equation", text)
 
@@ -675,7 +682,8 @@ def _number(text):
 #     product of numbers          if the gold answer has such a product or a power of a number:
 #                                 2\cdot2^{2023} equals 2^{2024}
 #     power or factorial          if the gold answer has one: 2^3x does not equal 8x, and (2x)^3 does not
-#       of a number               equal 8x^3. Also in an equation with powers: x^2+y^2=5^2 equals x^2+y^2=25
+#       of a number               equal 8x^3. Or if it is an equation with any power: x^2+y^2=5^2 equals
+#                                 x^2+y^2=25
 #     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
 #     match of an OPERATIONS      if the gold answer matches this pattern at least as often: \sin60^\circ does
 #       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
@@ -732,11 +740,27 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
         return False
+    letter = _letter(gold)
+    chosen = letter is not None and _letter(answer) == letter
     if kind == "choice":
-        return (letter := _letter(gold)) is not None and _letter(answer) == letter
+        return chosen
     if answer == gold or kind == "exact":
         return answer == gold
+    if chosen and gold == letter and letter in answer:  # `(A) 15` equals A
+        return True
     return _same(read(normalise(answer)), read(normalise(gold)), prove)
+
+
+# What stands before and after a formula of a problem. The two sides of an equation count as two formulas.
+FORMULA = re.compile(r"\$|\\[][()]|=")
+
+
+def repeats(answer: str, gold: str, problem: str) -> bool:
+    r"""Returns whether an answer only repeats a formula of the problem, such as `\sqrt{242}` of "Simplify
+    $\sqrt{242}$". If the formula is also in the gold answer, it is no repetition."""
+    text = _squeeze(normalise(answer))
+    return bool(re.search(r"\w[-+*/^]|\\[a-z]{2}", text)) and text not in _squeeze(normalise(gold)) and (
+        text in [_squeeze(normalise(formula)) for formula in FORMULA.split(problem)])
 
 
 def _letter(text):
@@ -837,7 +861,7 @@ def _same_quantity(answer, gold, prove):
     unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
     (a, unit, free), (b, needed, _) = (
         r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
-    if a.kind == "text" and needed:  # `(B) 15` is 15 with the unit ("choice", "b"), and B equals it
+    if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
     if unit and (unit != needed if needed else not free):
         return False
@@ -935,7 +959,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             return False
         if left.is_number and right.is_number and r"\infty" not in answer + gold:
             a, b = left.doit(), right.doit()
-            decimal = "." in answer + gold
+            decimal = "." in gold or "." in answer and _number(answer)
             if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
                 return a == b
             # maxn: number of digits to which sympy computes if a and b are nearly equal

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import CODE, ROOT, Say, UserError, nearest, require, short_hash, shorten
-from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade
+from grading.answers import KINDS, extract, grade, math_equal, normalise, quick_grade, repeats
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
@@ -215,7 +215,7 @@ def _message(error, spec):
     """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
     the line number.
 
-    spec: "FILE.py:FUNCTION"; for a "compare" request the answer, which matches no file"""
+    spec: "FILE.py:FUNCTION"; for a "compare" request the answer, and then no file is named"""
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
@@ -249,8 +249,8 @@ def user_files(spec: str) -> dict[str, str]:
         to the folder of FILE.py."""
     path, _, function = spec.rpartition(":")
     folder = os.path.dirname(path)
-    # `_modules` holds modules that were found by name. If the folder has a subfolder `wandb`, the module
-    # `wandb` may be the installed package. `startswith` keeps only files in the folder.
+    # `_modules` has the imported modules that are named like a file or subfolder of the folder. But with a
+    # subfolder `wandb`, it may be the installed package wandb. `startswith` keeps only files in the folder.
     files = {file for name, module in _modules.get(folder, {}).items() if (
         file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
     return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
@@ -457,7 +457,7 @@ class Grader(AbstractContextManager):
         gold: the right answer
         stopped: whether the response ended with EOS or a stop string; if False, its reward is 0
         custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
-        more: values of the function's parameters `problem`, `row` and `sample`"""
+        more: values of the function's parameters `problem` (also for `repeats`), `row` and `sample`"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()
@@ -466,7 +466,7 @@ class Grader(AbstractContextManager):
         elif custom:
             self._queue_call(key, "score", self.customs[custom],
                              more | dict(response=text, answer=gold, kind=kind), answer)
-        elif found := self._grade_here(answer, gold, kind):
+        elif found := self._grade_here(answer, gold, kind, more.get("problem") or ""):
             self._grades[key] = found
         else:
             self._queue(key, ("compare", answer, gold, kind), answer)
@@ -481,10 +481,12 @@ class Grader(AbstractContextManager):
         self._queue_call(key, "reply", self.env, dict(problem=problem, text=text, turn=turn))
         self._exchange(0)
 
-    def _grade_here(self, answer, gold, kind):
+    def _grade_here(self, answer, gold, kind, problem):
         """Returns the Grade of an answer that needs no worker; None for all other answers."""
         if answer is None or len(answer) > MAX_ANSWER:
             return Grade(0.0, "unparsed", None)
+        if kind == "math" and repeats(answer, gold, problem):
+            return Grade(0.0, "wrong", answer)
         known = self._cache.get(("compare", answer, gold, kind))
         if known:
             return known

@@ -6,7 +6,7 @@ import pytest
 
 from configs import UserError
 from grading import answers
-from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers
+from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers, repeats
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
@@ -26,13 +26,11 @@ FORMATS = [
         r"\boxed{41}, \boxed{42}", r"$\boxed{41}$ and $\boxed{42}$", r"\boxed{41}\boxed{42}",
         r"$\boxed{41} \quad \text{or} \quad \boxed{42}$", r"\(\boxed{41}\) and \(\boxed{42}\)")),
     (r"first \boxed{41}. After a check it is \boxed{42}", dict(boxed="42", last_number="42")),
-    (r"\boxed 5", dict(boxed="5", last_number="5")),
-    (r"\boxed5", dict(boxed="5")),
+    (r"\boxed 5", dict(boxed="5", last_number="5")), (r"\boxed5", dict(boxed="5")),
     (r"\fbox{42}", dict(boxed="42", last_number="42")),
     (r"\boxed{7 \boxed{5}}", dict(boxed="5", last_number="5")),
     (r"\boxed{1", dict(last_number="1")),
-    (r"it may be \boxed{5}</think> or not", {}),
-    (r"<think> \boxed{5}", {}),
+    (r"it may be \boxed{5}</think> or not", {}), (r"<think> \boxed{5}", {}),
     ("</think> 6 * 7 = 42", dict(last_number="42")),
     ("#### 42", dict(gsm8k="42", last_number="42")),
     ("12 + 30 = 42\n#### 1,042", dict(gsm8k="1,042", last_number="1,042")),
@@ -43,18 +41,15 @@ FORMATS = [
     ("**Answer:** $x+1$", dict(dapo="$x+1$", last_number="1")),
     (r"Answer: \boxed{42}", dict(boxed="42", dapo="42", last_number="42")),
     ("Answer: 1\na\nb\nc", dict(last_number="1")),
-    ("The answer is (C).", dict(dapo="(C).", letter="C")),
-    ("Answer: C", dict(dapo="C", letter="C")),
+    ("The answer is (C).", dict(dapo="(C).", letter="C")), ("Answer: C", dict(dapo="C", letter="C")),
     ("**Answer: C**", dict(dapo="C", letter="C")),
     ("The correct option is **B**.", dict(letter="B")),
     ("The correct answer is B) 12 m", dict(dapo="B) 12 m", letter="B", last_number="12")),
     ("Option A is wrong.\nD", dict(letter="D")),
     (r"\boxed{C}", dict(boxed="C", letter="C")),
     (r"\boxed{\text{(B)}}", dict(boxed=r"\text{(B)}", letter="B")),
-    ("A cat has the answer", {}),
-    ("-3.5 or 1,234.5", dict(last_number="1,234.5")),
-    ("x = -3/4", dict(last_number="-3/4")),
-    ("x = −５\u200b", dict(last_number="-5")),
+    ("A cat has the answer", {}), ("-3.5 or 1,234.5", dict(last_number="1,234.5")),
+    ("x = -3/4", dict(last_number="-3/4")), ("x = −５\u200b", dict(last_number="-5")),
     ("Answer: Q", dict(dapo="Q", letter="Q"))]
 
 
@@ -108,11 +103,10 @@ REWRITES = lines(r"""
 10\text{ meters} ~ 10\,\text{m} ~ 10 meters ~ 10 ~ x=10\text{ meters}
 10080 ~ 10\,080 ~ 10{,}080 ~ 10,\!080 ~ 10,080
 (2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty) ~~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ 2
-(2,\infty) ~~ (-\infty,2)
+(2,\infty) ~ \{x\in\mathbb{R} \mid x > 2\} ~~ (-\infty,2) ~ \{x\in\mathbb{N} \mid x > 2\}
 x\le3 ~ (-\infty,3] ~ x \leq 3 ~ x ≤ 3 ~ 3\ge x
 [1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1 ~~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
-(-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1) ~~ (-\infty,1] \cup (2,\infty) ~ x>2
-(-\infty,1)\cup(2,\infty) ~~ 1<x<2
+(-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1) ~~ (-\infty,1]\cup(2,\infty) ~ 1<x<2
 x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
 52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9 ~~ 52_8 ~ 52 ~ 47 ~ 529
 7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
@@ -127,7 +121,7 @@ a=1, b=2 ~~ (b,a)=(1,2)
 2(x+3)(x-1) ~ (x+3)(2)(x-1) ~ (x+3)2(x-1) ~ 2x^2+4x-6
 6-5i ~ 6-5\,i ~ -5i+6 ~ 6-5\cdot i ~~ 6+5i ~ 6-5 ~ (6,-5)
 81 ~ \boldsymbol{81} ~ \mathbf{81} ~ \displaystyle 81 ~ The value of $x$ is 81 ~~ half: 81 ~ negative: 81
-8\sqrt2 ~ \sqrt{128} ~ \frac{16}{\sqrt2} ~~ \sqrt{50}+\sqrt{18} ~ \sqrt{16}\sqrt{8} ~ (\sqrt2+1)(\sqrt{2}+6)-8
+8\sqrt2 ~ \sqrt{128} ~ \frac{16}{\sqrt2} ~~ \sqrt{50}+\sqrt{18} ~ \sqrt{16}\sqrt{8} ~ \sqrt{128.0001}
 \sqrt{\frac23} ~ \frac{\sqrt2}{\sqrt3} ~ \frac{\sqrt6}{3} ~~ \sqrt{\frac43}-\sqrt{\frac{2}{3}}
 -2<x<2 ~ |x|<2 ~~ |x|\le2 ~ |x|>2 ~ |x|<3
 5x ~~ x/0.2 ~ \frac{x}{0.2}
@@ -136,7 +130,7 @@ a=1, b=2 ~~ (b,a)=(1,2)
 82x ~~ 37x+\frac{45x^2}{x} ~ 82x+0
 6x+2^x ~~ 2\cdot3x+2^x
 \sqrt{13} ~~ |2+3i| ~ \sqrt{26/2}
-\ln3 ~ \frac12\ln9 ~~ \ln12-\ln4 ~ \ln6-\ln 2 ~ \ln(6/2)
+\ln3 ~ \frac12\ln9 ~ \ln3\approx1.1 ~~ \ln3\approx1.2 ~ \ln12-\ln4 ~ \ln6-\ln 2 ~ \ln(6/2)
 \ln\frac32 ~ \ln3-\ln2 ~ \ln 1.5 ~~ \ln6-\ln2-\ln2
 \log_2 3 ~ \frac{\ln3}{\ln2}
 5 ~ \sigma^2=5 ~ E[X]=5 ~ A^{-1}=5 ~~ not=5 ~ x^{-1}=5 ~ x^2=5
@@ -157,8 +151,7 @@ ABC ~ \text{ABC} ~~ CBA ~ AB ~ A, B, C
 \begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix} ~~ \begin{pmatrix}1&2\end{pmatrix}
 \begin{pmatrix}1\\2\end{pmatrix} ~~ \begin{pmatrix}2\\1\end{pmatrix}
 y=2x+1 ~ 2x+1 ~ 2x-y+1=0 ~~ y=2x-1 ~ y>2x+1 ~ z=2x+1
-\emptyset ~ \varnothing ~ \{\}
-\emptyset ~ \text{empty set} ~ the empty set
+\emptyset ~ \varnothing ~ \{\} ~ \text{empty set} ~ the empty set
 809 ~ m+n = 809 ~ mn=809 ~ |AB| = 809 ~ [ABC]=809 ~ S_{ABC}=809 ~ m + n = 800 + 9 = 809 ~~ m+n=808 ~ 2x=809
 809 ~~ -x=809 ~ m+n=809+1 ~ 809=m+n+1 ~ |AB|<809 ~ [x]=808 ~ f(809)=3
 90^\circ ~ \angle ABC = 90^\circ ~ m\angle B = 90 ~~ 90\text{ radians}
@@ -178,8 +171,8 @@ x\equiv3\pmod7 ~~ y\equiv3\pmod7
 [-1,0)\cup(0,1] ~ [-1,0)\bigcup(0,1] ~ [-1,1]\setminus\{0\} ~~ [-1,1] ~ (-1,1)\setminus\{0\}
 [-1,0)\cup(0,1] ~~ [-1,1]\setminus\{1\} ~ [-1,1]\setminus\{0.5\} ~ [-1,1]\setminus\{5\}
 (-\infty,0)\cup(0,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{0,1\} ~ \mathbb{R} \backslash \{1, 0\}
-(-\infty,0)\cup(0,1)\cup(1,\infty) ~~ \mathbb{R}\setminus\{0\} ~ \mathbb{R}\setminus(0,1)
-(-\infty,0)\cup(0,1)\cup(1,\infty) ~~ \mathbb{R}\setminus\{0,2\}
+(-\infty,0)\cup(0,1)\cup(1,\infty) ~~ \mathbb{R}\setminus(0,1) ~ \mathbb{R}\setminus\{0,2\}
+r=3,\theta=\frac{\pi}{4} ~ (3,\frac{\pi}{4}) ~ \theta=\frac{\pi}{4},r=3 ~~ (\frac{\pi}{4},3)
 \begin{pmatrix}\frac12&0\\0&-1\end{pmatrix} ~ \frac12\begin{pmatrix}1&0\\0&-2\end{pmatrix}
 \begin{pmatrix}1\\-3\end{pmatrix} ~ \left[\begin{array}{r}1\\[4pt]-3\end{array}\right]
 \begin{pmatrix}1\\-3\end{pmatrix} ~ -\begin{bmatrix}-1\\3\end{bmatrix} ~~ 2\begin{pmatrix}1\\-3\end{pmatrix}
@@ -201,7 +194,7 @@ x\equiv3\pmod7 ~~ y\equiv3\pmod7
 9.8\text{ m/s}^2 ~~ 9.8\ \mathrm{m\,s^{-1}} ~ 9.8\ \mathrm{m\,s^{2}}
 400\text{ ohms} ~ 400\ \Omega ~ 400
 \text{ellipse} ~ an ellipse ~ the ellipse ~ \text{an ellipse} ~~ not an ellipse ~ a circle
-\text{no solution} ~ no solutions
+\text{no solution} ~ no solutions ~ There is no solution ~ There are no solutions ~~ There is one solution
 \text{July }4 ~ July 4th ~~ 4 ~ June 4 ~ July 14
 0.5 ~ \frac{1}{2} ~ \frac12 ~ \tfrac{1}{2} ~ \dfrac{3}{6} ~ 1/2 ~ 50\%
 0.333333 ~ 1/3
@@ -213,7 +206,7 @@ x\equiv3\pmod7 ~~ y\equiv3\pmod7
 31 ~~ 1\,030
 7 ~~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
 7 ~~ 5$ $7
-\pi ~~ 3.14 ~ 3.1416 ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
+\pi ~~ 3.14 ~ 3.1416 ~ 1.0000001\pi ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
 0.00001234 ~~ 0.000012
 10\text{ cm} ~~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
 \$5 ~~ 5 cents ~ €5 ~ 5 million
@@ -222,13 +215,13 @@ x\equiv3\pmod7 ~~ y\equiv3\pmod7
 D ~~ D)
 5\text{ or }7 ~~ 5
 x ~~ X ~ x' ~ 2x
-C ~~ c ~ B ~ CC
+C ~ (C) 15 ~ C. 15 ~ \text{Option C} ~ \{C\} ~~ c ~ B ~ CC ~ (B) 15 ~ (c) 15
 \text{even} ~~ uneven ~ odd
 \text{isosceles} ~~ isoscele ~ not isosceles
 5 ~~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
 \frac73 ~~ 2(\frac13) ~ (2)(\frac13)
 101_2 ~~ 101 ~ 5
-101 ~~ 101_2
+101 ~ 101 cars ~~ 101_2 ~ 101 in binary ~ 101 base two
 \{1,2\} ~~ (1,2) ~ \{1\} ~ \{1,2,3\} ~ \{12\}
 1, 2, 3 ~~ 1, 2 ~ 1, 2, 4 ~ 6 ~ (1,2,3) ~ 1 2 3
 x=1, x=2 ~~ x=1, y=2 ~ y=1, y=2 ~ (1,2)
@@ -249,7 +242,7 @@ x^2+2x+2 ~~ (x+1)^2
 seat ~~ east
 """)
 GOLDS = lines(r"""
-1665 ~ 1665.0 ~ 37\cdot45=1665 ~~ 37*45 ~ 37\times 45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665 ~ 1665^\circ C
+1665 ~ 1665.0 ~ 37\cdot45=1665 ~ 1665^\circ C ~ \Large1665 ~~ 37*45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665
 12 ~ 12\approx12.0 ~~ x=13=12 ~ 12\approx13 ~ 13\approx12 ~ 12=13=12
 \{2,3\} ~ \{2,2,3\} ~ 3,2 ~~ 2,2,3 ~ 2,3,3
 \text{hours: }3 ~ 3 ~ 3 hours ~~ 3 minutes
@@ -275,12 +268,12 @@ x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12
 [3,\infty)\cup\{0\} ~ x=0\lor x\ge3 ~~ x\ge3 ~ x\ge0
 2 ~ 2 cases ~~ 2 thirds ~ 2 tenths ~ 2 score ~ 2 gross ~ 2 lakh ~ 2 millions ~ 2 pct ~ 2 squared
 3\pi ~ 3\pi\text{ cm} ~~ 3\pi\text{ thousand}
-101 ~ 101 cars ~~ 101 in binary ~ 101 base two
 42\% ~ 42 per cent ~ 0.42 ~~ 42 ~ 42 permille
 -5 ~ −5 ~ ‐5 ~ －𝟓 ~ -５ ~ -5\u200b ~~ 5 ~ ５
 3\log 2 ~ \log 8 ~~ \log 6
 \lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
 p=5,q=2 ~ (5,2) ~ q=2, p=5 ~~ (2,5) ~ p=2,q=5
+v_1=10,v_2=20 ~ v_2=20,v_1=10 ~~ v_1=20,v_2=10 ~ 10
 x_{1}=-1,\quad x_{2}=4 ~ -1, 4 ~ x=4\text{ or }x=-1 ~ x_1=4, x_2=-1 ~~ -1 ~ x_1=1, x_2=4
 AB:CD=3:2 ~ 3:2 ~ 1.5 ~~ 2:3 ~ CD:AB=3:2
 \frac{AM}{MC}=\frac13 ~ \frac13 ~ AM:MC=1:3 ~~ 3 ~ \frac{MC}{AM}=\frac13
@@ -329,7 +322,6 @@ x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
 -i ~ 0-i ~~ 0+i
 8\% ~ 8 percents ~~ 8
 300 ~ 300 yuan ~~ 300\text{ million yuan}
-\text{no solution} ~ There is no solution ~ There are no solutions ~~ There is one solution
 (-\infty,\infty) ~ \text{All real numbers} ~~ \text{All positive numbers}
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 \pi(R^2-r^2) ~ \pi(R-r)(R+r) ~~ 0 ~ 2R-2r ~ \pi(r^2-R^2)
@@ -380,6 +372,13 @@ def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
     right, wrong = line
     assert [answer for answer in right if not grade(answer, right[0])] == []
     assert [answer for answer in wrong if grade(answer, right[0])] == []
+
+
+@pytest.mark.parametrize("answer,gold,problem,wrong", [
+    ("x^2+2x", "x(x+2)", "Factor $x^2+2x.$", True), ("x^2+2x", "y=x^2 + 2x", r"Is \[y=x^2+2x\] so?", False),
+    (r"\frac{9}2", "4.5", r"Write $y=\frac92.$", True), ("-5", "-5.0", "$-5$ and $|-5|$", False)])
+def test_a_formula_of_the_problem_is_no_answer(answer, gold, problem, wrong):
+    assert repeats(answer, gold, problem) == wrong and grade(answer, gold)
 
 
 @pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])

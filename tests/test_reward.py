@@ -176,13 +176,14 @@ def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
 def test_each_reason_occurs(grader, custom):
     grader.submit("correct", boxed("x+1"), "1+x", True)
     grader.submit("wrong", boxed("x+2"), "1+x", True)
+    grader.submit("repeats", boxed(r"\sqrt{242}"), r"11\sqrt2", True, problem=r"Simplify $\sqrt{242}$.")
     grader.submit("unparsed", "no idea", "1", True)
     grader.submit("long", boxed("1" * (worker.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
     grader.submit("timeout", boxed("9^{9^{9^9}}"), "2^{99}", True)
     grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer
     grades = grader.results()
-    assert grades.pop("long").reason == "unparsed"
+    assert (grades.pop("long").reason, grades.pop("repeats").reason) == ("unparsed", "wrong")
     assert {key: g.reason for key, g in grades.items()} == {
         reason: reason for reason in worker.REASONS if reason != "partial"}
     assert {key for key, g in grades.items() if g.reward} == {"correct"}
@@ -446,7 +447,7 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text or b"")
         Judge.good += right > 0.5
-        if Judge.good >= 64 or Judge.calls >= 480:  # end the server, so that later calls raise URLError
+        if Judge.good >= 64 or Judge.calls >= 400:  # end the server, so that later calls raise URLError
             threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
 
@@ -455,8 +456,8 @@ DIGITS = "0123456789"
 
 
 @pytest.mark.parametrize(("name", "column", "changes"), [
-    ("judge", {"rubric": DIGITS}, {}),
-    ("passes", {"tests": ["pass", "'ok'"]}, {"stop": tuple(DIGITS), "max_response_len": 8})])
+    ("judge", {"rubric": DIGITS}, {"steps": 8}),
+    ("passes", {"tests": ["pass", "'ok'"]}, {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
     """Trains with two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. `passes`
     runs a program for each test of the row: the response with the test appended."""
@@ -467,7 +468,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
     (tmp_path / "mine.py").write_text(code)
     rows = [json.loads(line) | column for line in open(base.data[0])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), steps=10, save_every=0,
+    cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), save_every=0,
                   policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
     rewards = [row["reward"] for row in run(cfg, tmp_path / "run")[0]]
     server.server_close()
