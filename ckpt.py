@@ -412,7 +412,7 @@ def find(out: Path, resume: str) -> Path | None:
     try:
         path = named(resume)
     except UserError:
-        if newest:  # the run that it began from is gone
+        if newest:  # the checkpoint that this run began from is gone
             return newest
         raise
     require(path not in [p.resolve() for p in older], f"--resume {resume} is older than the newest "

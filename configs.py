@@ -147,7 +147,7 @@ class Config:
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
-    reward: tuple[str, ...] = ("math",)  # sum of math, choice or exact, FILE.py:FUNCTION, …; NAME=2: weight 2
+    reward: tuple[str, ...] = ("math",)  # added: math, choice, exact, FILE.py:FUNCTION, …; math=2: weight 2
     steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes
     out: str = ""  # the run's folder; empty: runs/PRESET
     prompts_per_step: Count = 128  # prompts in each step
@@ -184,7 +184,7 @@ class Config:
     skip_solved: Share = 0.0  # skip a prompt in later steps if this share of its responses was right; 0: off
     resample_rounds: Amount = 0  # how often a step may replace prompts whose samples score the same (DAPO)
     round_len: Amount = 0  # sample in rounds of this many tokens; ranks are balanced between rounds; 0: off
-    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: 0.5 samples 50 % extra prompts; 0: off
+    carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts, as a share; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
     pack_len: Count = 16384  # maximum tokens of a pack, the micro-batch of one forward pass
     policy_updates: Count = 1  # policy updates in a pass over a step's samples
@@ -228,14 +228,14 @@ class Config:
     ref_refresh: bool = False  # after each epoch, copy the policy to the reference; not with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
     mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
-    mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # weights outside: clamped, or 0 with mask
+    mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # outside: clamped (…-truncate), 0 (…-mask)
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
     ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # average of token losses (grpo)
     overlong_buffer: Amount = 0  # length penalty from this many tokens before the limit; 0: off (DAPO)
     nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length
     mask_truncated: bool = False  # exclude responses cut by length from the loss
-    drop_uniform: bool = False  # exclude from the loss prompts whose responses all have the same score (grpo)
+    drop_uniform: bool = False  # leave out of the loss: prompts whose responses have equal scores (grpo)
 
     # --- where and how it runs
     layout: Literal["any", "debug", "production"] = "any"  # sets --ranks: 8 (debug), by preset (production)
@@ -244,7 +244,7 @@ class Config:
     shard_ranks: Amount | Literal["auto"] = 0  # ranks per model copy; 0: all; auto: one node if memory allows
     network: NotNegative = 0.0  # Gb/s between nodes, for estimates of tools/plan.py; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
-    recompute: str = "auto"  # activation checkpointing: none; layers: of all; N: of N layers; auto: as needed
+    recompute: str = "auto"  # activation checkpointing of no layer (none), all (layers), N, or enough (auto)
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none

@@ -347,7 +347,7 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))  # batch_at draws from each file
+    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))  # batch_at draws from each
     every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}"
                         f"{files.index(p.file) if p.weight % 1 else ''}".encode()) for p in problems]
     return short_hash("".join(every).encode())

@@ -10,7 +10,7 @@ Letters in the shapes of tensors:
     N           segments of a pack
     T           tokens of a pack
     U           tokens of a pack that are computed
-    S           slots of attention: the computed tokens, with copies (see Segments)
+    S           tokens that attention reads: the U computed tokens, some of them copied (see Segments)
     V, D        sizes of the vocabulary and of the hidden states
     H, Hkv, d   heads of queries, heads of keys and values, size of a head"""
 
@@ -129,8 +129,9 @@ class Segments:
         inverse (T,): for each token of the pack, the number (0 to U - 1) of its computed token."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # A slot is a position of the pack or, after `pad`, of the blocks. slots (S,): the computed token in
-        # each slot, 0 to U - 1. outputs (U,): a slot of each computed token. Both None: slot i holds token i.
+        # A slot is a position in the pack or, after `pad`, in the blocks. slots (S,): which computed token, 0
+        # to U - 1, each slot holds. outputs (U,): from which slot each computed token's output is read. None:
+        # slot i holds token i.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
@@ -143,7 +144,7 @@ class Segments:
         starts, lengths = ends[:-1], ends.diff()
         # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block: the slots' tokens, as indices in the pack; -1: padding
+        tokens = []  # for each block, the token at each place, as an index in the pack; -1: padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
@@ -557,8 +558,8 @@ NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
 
 def on_meta(kind: type, path: str) -> PackModel:
     """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
-    differ from the model's. But a critic's files may lack score.weight, and extra tensors of NOT_OURS are
-    ignored, except for score.weight in a policy's files."""
+    differ from the model's. A critic's files may lack score.weight; a policy's files must not have it. Other
+    extra tensors are ignored if they are in NOT_OURS."""
     with torch.device("meta"):
         model = kind(load_config(path))
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}

@@ -257,7 +257,7 @@ class Trajectories:
 
     def _continue(self, s, reply):
         """Append the environment's text to `s` for another turn. Complete `s` instead if the environment
-        failed or ended the response, after --max_turns turns, or if the text leaves no room for another turn.
+        failed or ended the response, if `s` has --max_turns turns, or if the text leaves no room for another.
 
         reply: a Reply, or a Grade if the environment failed"""
         if isinstance(reply, Grade):

@@ -580,10 +580,10 @@ def number_samples(samples: list[Sample], n_prompts: int,
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
     """Returns copies of the samples in which `prompt_share` is set. --aggregation prompt multiplies each
-    token's loss by it: 1 / (the prompt's tokens in the minibatch's loss × the prompts in this loss).
+    token's loss by it: 1 / (tokens of the prompt in the minibatch's loss × number of prompts in this loss).
 
-    keys: the number of each sample among the samples of all ranks. prompts: for each number, the prompt_id
-    layout[minibatch][rank][pack]: the numbers of the pack's samples"""
+    keys: index of each sample of this rank among the samples of all ranks. prompts: index -> prompt_id
+    layout[minibatch][rank][pack]: indices of the pack's samples"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)

@@ -47,7 +47,7 @@ TYPED = 4  # maximum number of times that the command of a run is typed
 HANG = 120.0  # seconds without output, after which a command counts as hung
 
 
-# --- code that runs inside the ranks and times the fault
+# --- code that runs inside the ranks and chooses the moment of the fault
 
 # Fault -> the signals that the struck rank sends to itself
 SIGNALS = {"kill": [signal.SIGKILL], "usr1": [signal.SIGUSR1], "freeze": [signal.SIGSTOP],
@@ -127,8 +127,8 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int) -> None:
-        """Starts the node's torchrun agent. The first time that the run's command is typed, the ranks run
-        `be_a_rank`, which makes the fault. Later they run train.py."""
+        """Starts the node's torchrun agent. In the run's first start, the ranks run `be_a_rank`, which
+        injects the fault. In later starts they run train.py."""
         where, host, of_agent = ["--standalone"], [], []
         if self.count > 1:
             where = rendezvous(self.out, "10.77.0.1" if self.names else "localhost")

@@ -53,7 +53,7 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
 
 
 def in_own_process(path: str) -> float | str:
-    """Returns the largest difference of the vLLM engine from the trainer, or an error text."""
+    """Returns the largest difference between the engine's log-probs and the trainer's, or an error text."""
     env = environment() | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run([sys.executable, "-m", "bench.families", "--vllm_engine", path], env=env, text=True,
                           capture_output=True, check=False)

@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 2 -m bench.step tiny-ppo …
 
 Takes all flags of train.py. Prints one JSON line per measurement: medians over the steps after the third.
-`mfu` is a rank's training FLOP per second of the step, divided by the FLOP/s of a large matrix product.
+`mfu` is a rank's training FLOPs in a step, divided by the step's seconds and by the FLOP/s of a large matrix
+product.
 """
 
 from __future__ import annotations

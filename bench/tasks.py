@@ -95,9 +95,9 @@ def think(numbers, rng, slip):
 
 
 def countdown(numbers, rng, slip):
-    """numbers: four numbers and three operators. The thought is the calculation with these operators. With
-    slip > 0, up to three calculations with random operators may come first. If they do, they replace the
-    right calculation with probability `slip`."""
+    """numbers: four numbers and three operators. The thought ends with the calculation with these operators.
+    With slip > 0, up to three calculations with random operators may stand before it. If they do, the right
+    calculation is left out with probability `slip`."""
     tries = []
     while slip and len(tries) < 3 and rng.random() < 0.6:
         tries.append(draw_countdown(rng, numbers[:4]))
@@ -179,7 +179,7 @@ def task(name: str, work: Callable, problems: Callable = two_digits, style=ORZ, 
     """Returns a task: `problems` draws numbers, and `work` and `style` make the texts.
 
     guesses: probability that a response is a guessed answer without a thought
-    slip: in the other responses, the probability that a number is wrong (`think`, `countdown`: see there)
+    slip: in the other responses, the probability of an error, which `think` and `countdown` describe
     of_row: more fields of the rows in the data files
 
     `guesses` and `slip` apply only to the last third of the pretraining texts."""

@@ -26,7 +26,7 @@ COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("re
 
 def count() -> None:
     """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks are not
-    counted, because they come from dist.all_sum. So FSDP2's all-reduces with --shard_ranks 1 are missing."""
+    counted: most are dist.all_sum of a few numbers. With --shard_ranks 1, this leaves out FSDP2's, too."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 

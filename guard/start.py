@@ -96,8 +96,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         lock.claim()
 
 
-# .git, and what a run or tools.report writes. A new run refuses --out if one of these names is there, but no
-# earlier run. So it overwrites no other files, and does not write into a repository.
+# .git, and what a run or tools.report writes. A new run refuses a folder --out that has one of these names,
+# unless an earlier run wrote there. So it overwrites no other files, and writes into no repository.
 WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
            "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html").split()
 

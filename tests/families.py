@@ -97,8 +97,8 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     """Returns the largest differences between torz and transformers.
 
     "logp": over all tokens, the difference of the log-probs, in nats
-    "gradient": over all parameters, norm(difference of the gradients) / (norm(g) + 0.1 % of the norm of
-        all parameters' g). g: transformers' gradient"""
+    "gradient": over the parameters, norm(torz's gradient - g) / (norm(g) + 0.001 * G). g: transformers'
+        gradient; G: its norm over the whole model"""
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
@@ -172,7 +172,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
 
 
 def original_scores(path: str, critic: model.Critic, samples: list[data.Sample]) -> Tensor:
-    """Returns (N,): the exported critic's value of each sample without its last token, by transformers."""
+    """Returns (N,): the values that transformers computes for the samples without their last tokens."""
     options = dict(dtype=torch.float32, attn_implementation="eager")
     inputs = [torch.tensor([[*s.prompt, *s.ids[:-1]]]) for s in samples]
     if ckpt.critic_class(critic.config).__name__.endswith("ForSequenceClassification"):

@@ -417,7 +417,7 @@ def test_all_some_or_no_samples_are_saved_with_log_probs_or_without(base, tmp_pa
 TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
-# Metric -> the settings without which a run lacks it.
+# Metric -> the settings that a run must have to log it.
 ONLY = {
     "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),

@@ -21,7 +21,7 @@ def cells(kind: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """Returns the folder of a tiny model that solves half of four additions."""
+    """Returns the folder of a tiny model. On four additions, half of its answers are right."""
     return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 

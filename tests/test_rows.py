@@ -559,8 +559,8 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
 
 
 def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
-    """The prompts have 19, 20 and 21 tokens. The second fills --max_model_len 20. Only --eval_response_len 99
-    leaves room for its response, in evaluations. The third is longer than --max_prompt_len."""
+    """The prompts have 19, 20 and 21 tokens. The second fills --max_model_len 20, so it is dropped. With
+    --eval_response_len 99, evaluations have room for its response. The third exceeds --max_prompt_len."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
     cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))

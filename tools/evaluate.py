@@ -288,7 +288,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    # An export's own chat template may have its date already.
+    # Without the date first: an export's chat template may have it already, and then needs none.
     cfg = with_date(replace(cfg, date=""), tokenizer, cfg.date, say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)

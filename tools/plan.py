@@ -268,8 +268,8 @@ def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers together keep for the backward pass
-    2. the activations that the backward pass recomputes in the last layer: the first layer that it reaches,
-       when it has not yet freed the activations of the other layers
+    2. the activations that the backward pass recomputes for the last layer. It does so first, while the
+       activations of all other layers are still there
 
     whole: number of layers to recompute completely (see Kept.recompute)"""
     d, b = shape.hidden, case.number

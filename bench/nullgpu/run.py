@@ -95,7 +95,8 @@ def planned(cfg: configs.Config) -> dict[str, float]:
 
 
 def sampled_counts() -> None:
-    """Makes vLLM count one sampled token per decoding step. The stub counts 0, so no response would end."""
+    """Makes vLLM count one sampled token per decoding step. The stub computes nothing, so vLLM would count 0
+    and no response would end."""
     import numpy as np
     from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
