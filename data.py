@@ -95,7 +95,7 @@ class Sample:
     failed: tuple[str, ...] = ()  # names of the graders that raised an exception
     in_loss: bool = True
     sampled: np.ndarray | None = None  # (L,) bool, false at the environment's tokens; None: all true
-    versions: np.ndarray | None = None  # (L,) int32 version of each token; None: `version`
+    versions: np.ndarray | None = None  # (L,) int32: the weights that sampled each token; None: `version`
     turns: int = 1  # number of the policy's turns
     turn_start: int = 0  # index in `ids` of the last turn's start
     earlier: tuple[str, ...] = ()  # texts before the last turn: policy's, environment's, policy's, …
@@ -593,7 +593,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
     computed = np.arange(starts[-1])
-    # In sorted order, no earlier segment shares a longer prefix with j than its predecessor i.
+    # In sorted order, i is the segment before j. No earlier segment shares a longer prefix with j.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))

@@ -66,7 +66,7 @@ class Cache:
         return key, value, self.allowed[:self.rows, ..., start:end]
 
     def compact(self, parents: Tensor) -> Tensor:
-        """Drop the rows of ended responses, and copy rows whose responses no longer have equal tokens.
+        """Drop the rows of ended responses. Copy a row that responses share, once their tokens differ.
 
         parents (n,): numbers of the rows to keep, sorted. A number that is given k times makes k equal rows.
         Returns the new row numbers (n,), in the order of `parents`. To save time, few rows change place."""

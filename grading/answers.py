@@ -476,7 +476,7 @@ def _read_list(text, depth):
         # Greek names, such as \theta, are the last.
         named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
         names, values = zip(*named, strict=True)
-        # "x=1 or x=2"; "x_1=1, x_2=2". But f(1)=1, f(2)=2 and a_1=1, a_2=2 have an order.
+        # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
         if len(bare := {ROOT.sub("", name) for name in names}) == 1:
             elements = [e for value in values for e in _several(value)]
             return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
@@ -697,8 +697,8 @@ OPERATIONS = [re.compile(pattern) for pattern in (
     r"\\(?:log|ln).*",
     # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
     r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    # Logarithms. The gold answer \ln\frac32 has two matches, so it allows both logarithms of the answer
-    # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
+    # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as \ln3-\ln2.
+    # \frac{\ln3}{\ln2} has one match.
     r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
 )]
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
@@ -712,8 +712,8 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), OPTION A, A:15, 15 CHOICES A. The
-# last text comes from `(A) 15`. A) does not match.
+# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), OPTION A, A:15, or 15 CHOICES A,
+# which `normalise` makes of `(A) 15`. A) does not match.
 LETTER = re.compile(r"(?!.*\b(?:[A-Z]\b.* CHOICES|NOT|WRONG|INCORRECT|FALSE|BUT|EXCEPT|OR)\b)"
                     r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
                     r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-Z]\b).+)")

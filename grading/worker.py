@@ -507,7 +507,7 @@ class Grader(AbstractContextManager):
         if len(keys) > 1:
             return
         if request[0] != "compare" and self.known[request[1]][1]:
-            self._send([request])  # has `seconds`: one call per chunk, so that the calls run in parallel
+            self._send([request])  # the function has `seconds`: one call per chunk, to run in parallel
         else:
             self._waiting.append(request)
         if len(self._waiting) >= self._size:

@@ -67,8 +67,8 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
 
     In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
     sampling, and sleeps. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy
-    or sampled responses. Each gap must be at most TOLERANCE. With halved weights, no gap may be so small, and
-    the result leaves these gaps out.
+    or sampled responses. Each gap must be at most TOLERANCE. In one stage, the weights are halved: its
+    gaps must be larger than TOLERANCE, and the result leaves them out.
 
     weights(): the policy's weights, for `Engine.awake`
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens

@@ -173,9 +173,8 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number instead of --shard_ranks auto. With the same number of ranks as at the
-    last save, the number comes from the checkpoint, so that gradients are rounded as before. Otherwise the
-    number comes from the plan. saved: the checkpoint's state"""
+    """Replaces --shard_ranks auto by a number: by the checkpoint's if the ranks are as many as at the last
+    save, so that gradients are rounded as before; otherwise by the plan's. saved: the checkpoint's state"""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size

@@ -84,7 +84,7 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
             agree(many, alone[0][i])
             agree(many, got[n - n % len(kinds) + 3] if rest else many, 1e-6)
             # A model has 3 FSDP groups (2 layers and the root), so 3 all-gathers get all its weights. With
-            # reshard=False, weights stay gathered, the critic's since estimate_advantages (not counted here).
+            # reshard=False, weights stay gathered. The critic's were gathered before, by estimate_advantages.
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
             assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
             assert (gathers == 3) == (rest == [False])

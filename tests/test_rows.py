@@ -303,7 +303,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
-    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn needs no chat
+    path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn is no chat
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
 
 

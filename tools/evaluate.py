@@ -235,8 +235,8 @@ def print_help() -> None:
 
 
 def check_reward(cfg: Config) -> None:
-    """Raises UserError if --reward has what has no effect in an evaluation: a weight, a reward part, or a
-    second grader for one data set."""
+    """Raises UserError if --reward has a weight, a reward part, or a second grader for one data set. These
+    have no effect in an evaluation."""
     terms = terms_of(cfg)
     require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
                 for t in terms),

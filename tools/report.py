@@ -216,8 +216,8 @@ def _files(run, kind):
 
 
 def _samples(run, kind):
-    """Returns wrong and right responses of at most six steps as HTML, the newest step first. kind: the
-    folder's name"""
+    """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first.
+    kind: the folder's name"""
     files, html = _files(run, kind)[::-1], ""
     for file in files[::len(files) // 6 + 1]:
         rows, cards = read_jsonl(file), ""

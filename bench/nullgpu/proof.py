@@ -21,8 +21,8 @@ if words[1].startswith("bench."):
     # those of train.py.
     os.environ["PYTORCH_ALLOC_CONF"] = ""
     words = ["-u", words[1].replace(".", "/") + ".py", *words[2:]]
-# Only benches and the ranks of torchrun get the patches below. Here their first word is "-u": torchrun starts
-# each rank as `PYTHON_EXEC -u train.py …`. The real Python runs all else: `-c` and torchrun.
+# Only benches and the ranks of torchrun get the patches below. Their command lines begin with "-u": torchrun
+# starts a rank as `PYTHON_EXEC -u train.py …`, and PYTHON_EXEC is this file. All others run without patches.
 if words[0] != "-u":
     os.execve(sys.executable, [sys.executable, *words], os.environ | {"PYTHON_EXEC": __file__})
 sys.path.insert(0, os.getcwd())
