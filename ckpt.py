@@ -338,15 +338,18 @@ def _link_best(link, name):
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric. Rows before
+    the last change of the evaluation sets do not count.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
-    scores = {}
+    scores, names = {}, []
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
-        values = [row[key] for key in fnmatch.filter(row, "eval/*/avg@*" if metric == "auto" else metric)]
-        if values and folder in folders:
-            scores[folder] = sum(values) / len(values), row["step"]
+        found = fnmatch.filter(row, "eval/*/avg@*" if metric == "auto" else metric)
+        if found and found != names:
+            scores, names = {}, found
+        if found and folder in folders:
+            scores[folder] = sum(row[name] for name in found) / len(found), row["step"]
     return max(scores, key=scores.get, default=None)
 
 

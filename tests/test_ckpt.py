@@ -646,6 +646,13 @@ def busy(out, steps, disk):
     return said
 
 
+def test_the_best_checkpoint_is_the_best_on_the_present_evaluation_sets(tmp_path):
+    rows = [(1, "a", 0.9), (2, "b", 0.2), (3, "b", 0.3), (4, "b", 0.1)]
+    text = "".join(json.dumps({"step": step, f"eval/{name}/avg@1": x}) + "\n" for step, name, x in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 5, "reward": 1}\n')
+    assert ckpt.best_of(tmp_path, [ckpt.step_folder(tmp_path, i) for i in range(6)], "auto").name[-1] == "3"
+
+
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
     out = tmp_path / "run"
     folder = out / "ckpt"

@@ -107,8 +107,7 @@ def custom(tmp_path):
     (r"<answer>\boxed{}</answer>", None), (r"<answer>\boxed{ }</answer>", None), (r"<answer>\boxed{5}", None),
     (r"\boxed{5}</answer>", None), (r"\boxed{5}", None), (r"</answer>\boxed{5}<answer>", None),
     (r"<answer>\boxed{6</answer>}", None), (r"<answer>5</answer> \boxed{5}", None),
-    (r"<answer>\fbox{5}</answer>", None), ("", None),
-])
+    (r"<answer>\fbox{5}</answer>", None), ("", None)])
 def test_the_last_box_of_the_last_answer_is_extracted(text, answer):
     assert extract_answer(text) == answer
 
@@ -236,8 +235,7 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
     ("{dir}/leaves.py:score", r"can't use --(env|reward) /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
     ("{dir}/dies.py:score", "can't use .*its import ends the process"),
-    ("{dir}/names.py:score", "can't use .*missing a required argument"),
-])
+    ("{dir}/names.py:score", "can't use .*missing a required argument")])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
     custom("def score(response, answer, kind): return 1")
