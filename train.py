@@ -198,7 +198,7 @@ def train(run: Run) -> bool:
                 log.step(step, metrics)
             break
         with dist.phase("pack"):
-            if cfg.algo == "grpo" and cfg.advantage != "return_whiten":
+            if cfg.compares_samples:
                 samples = add_group_advantages(samples, cfg)
             minibatches = make_packs(samples, len(batch), step, cfg, world, policy.model, meter)
             save_samples(run, step, batch, samples)
