@@ -47,9 +47,8 @@ PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a promp
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Returns DAPO's length penalties, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
-    limits = [min(cfg.max_response_len, cfg.model_len - len(s.prompt)) for s in group]
-    return [grpo.overlong_penalty(len(s.ids), limit, cfg.overlong_buffer)
-            for s, limit in zip(group, limits, strict=True)]
+    return [grpo.overlong_penalty(len(s.ids), min(cfg.max_response_len, cfg.model_len - len(s.prompt)),
+                                  cfg.overlong_buffer) for s in group]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
