@@ -104,8 +104,6 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts in Sample.parts, and in_loss=False for those that
     --mask_truncated excludes. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:
-        return list(samples)
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
