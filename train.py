@@ -691,7 +691,7 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     if old is None:
         old = logp.detach()
         meter.add_mean_and_max("logp_gap", (old - p.engine_logp)[p.fresh_tokens].abs())
-    segment, n = ppo.segment_ids(p.cu_seqlens, len(p.tokens)), len(p.loss_tokens)
+    segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
     weight, cut = grpo.mismatch_weight(old, p.engine_logp, p.mask, segment, cfg.mismatch,
                                        *cfg.mismatch_bounds)
     correction = None if cfg.mismatch == "none" else weight
@@ -703,21 +703,23 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
                                      cfg.max_response_len, p.prompt_share)
         loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
                                          cfg.clip_low, cfg.clip_high, correction)
-    entropy = entropy.sum()
-    meter.add("policy_loss", loss * tokens, n)
-    meter.add("clip_share", clipped, n)
-    meter.add("entropy", entropy, n)
-    meter.add("mismatch/mean", weight.sum(), n)
-    meter.add("mismatch/mean²", (weight * weight).sum(), n)
-    meter.add("mismatch/cut", cut.sum(), n)
+    sums = {  # metric -> its sum over the loss tokens
+        "policy_loss": loss * tokens,
+        "clip_share": clipped,
+        "entropy": entropy.sum(),
+        "mismatch/mean": weight.sum(),
+        "mismatch/mean²": (weight * weight).sum(),
+        "mismatch/cut": cut.sum(),
+    }
     if p.ref_logp is not None:
         # 0 outside the mask, because there both log-probs are 0
-        kl = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
-        meter.add("kl", kl, n)
+        sums["kl"] = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         if cfg.kl_coef and cfg.kl_in == "loss":
-            loss = loss + cfg.kl_coef * kl / tokens
+            loss = loss + cfg.kl_coef * sums["kl"] / tokens
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * entropy / tokens
+        loss = loss - cfg.entropy_coef * sums["entropy"] / tokens
+    for name, total in sums.items():
+        meter.add(name, total, len(p.loss_tokens))
     return loss
 
 
