@@ -518,15 +518,11 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 # --- packs and advantages
 
 
-def of_groups(values: Sequence[float], cfg: Config) -> Tensor:
-    """Returns `values`, one for each sample, as a tensor (P, n): P prompts with n samples each."""
-    return torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
-
-
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
     the same rank. With --drop_uniform, a prompt whose samples all have the same score is not in the loss."""
-    scores = of_groups([s.score for s in samples], cfg)
+    # (P, n): P prompts with n samples each
+    scores = torch.tensor([s.score for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
     advantages = grpo.group_advantages(scores, cfg.advantage)
     keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
     if cfg.advantage == "group_mean_batch_std":
