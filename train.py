@@ -771,7 +771,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             run.saver.save(step + 1, run.carried)
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
-    if run.world.main and log.history:
+    if run.world.main:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
@@ -788,7 +788,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
         m = meter.reduce(dist.all_sum, dist.all_max)
 
     def variance(name):
-        return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
+        return max(m[f"{name}²"] - m[name] ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
     if "returns" in m:
