@@ -738,18 +738,19 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
     and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
-    role.skipped = 0 if finite else role.skipped + 1
     for group in role.optimizer.param_groups:
         group["lr"] = lr
     if finite:
+        role.skipped = 0
         role.optimizer.step()
     else:
+        role.skipped += 1
         file = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
         log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, "
                   f"its packs are in {file}", step)
     role.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
-    meter.add("skipped_updates", float(not finite), 1)
+    meter.add("skipped_updates", not finite, 1)
     if role.skipped == 3:
         saved = next((p.name for p in reversed(ckpt.complete(log.out))), "none")
         raise UserError(f"three updates of the {role.name} in a row were not finite, the last "
