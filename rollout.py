@@ -156,7 +156,7 @@ class Trajectories:
         graded    finished, with its reward"""
 
     def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
-                 round_len: int = 0, top_p: float = 1.0) -> None:
+                 round_len: int, top_p: float) -> None:
         """problems: prompt_id -> problem, for the prompts of all ranks
         max_tokens: largest number of tokens of a response
         round_len: largest number of new tokens of a trajectory in one call of the engine; 0: no limit"""
