@@ -208,7 +208,10 @@ class Trajectories:
                 progress()
                 if dist.stop_signal and self.cfg.tp == 1:
                     return False
-        self._read_environment()
+        if self.waiting:
+            self.results |= self.grader.results()
+            for key in sorted(self.waiting):
+                self._continue(self.waiting.pop(key), self.results.pop(key))
         self.rounds += 1
         return True
 
@@ -245,12 +248,6 @@ class Trajectories:
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit((*s.key, i), s.policy_text, problem.answer, s.stopped, problem.kind,
                                extractor, term.custom, problem=problem.text, row=row, sample=facts)
-
-    def _read_environment(self):
-        if self.waiting:
-            self.results |= self.grader.results()
-            for key in sorted(self.waiting):
-                self._continue(self.waiting.pop(key), self.results.pop(key))
 
     def _continue(self, s, reply):
         """Append the environment's text to `s` for another turn. Complete `s` instead if the environment
