@@ -117,10 +117,11 @@ def extractors(cfg: Config) -> dict[str, str]:
     has two."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
-        require(dataset.casefold() not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
-                f"for {dataset.casefold() or 'all other rows'}",
+        dataset = dataset.casefold()
+        require(dataset not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
+                f"for {dataset or 'all other rows'}",
                 "one each: NAME, and DATASET=NAME for the rows of a data set")
-        found[dataset.casefold()] = name
+        found[dataset] = name
     return {"": "orz"} | found
 
 
