@@ -362,15 +362,14 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
         states = dist.gather(state) if shares else engine.gather(state)
         open_keys, complete = [x for x, _ in states], itertools.chain(*(x for _, x in states))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}
-        if not carries:
-            if not unfinished:
-                return set(complete)
-        else:
+        if carries:
             waits = unfinished if cfg.compares_samples else ()
             ready = sorted(k for k in complete if k[0] not in waits)
             too_old = any(version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
             if len(ready) >= cfg.samples_per_step and not too_old:
                 return set(ready[:cfg.samples_per_step])
+        elif not unfinished:
+            return set(complete)
         if shares:
             trajectories.move(moves(open_keys))
 
