@@ -68,7 +68,13 @@ def _term(spec, parts):
             "NAME=NUMBER")
     if full in KINDS:
         return Term("accuracy", weight, kind=full)
-    dataset, custom = _split_custom(full) if ":" in full else ("", "")
+    dataset = ""
+    custom = full if ":" in full else ""
+    if "@" in custom and not custom.startswith(("/", ".")):
+        dataset, _, custom = custom.partition("@")
+        require(dataset != "", f"reward {full!r} has no data set before its @",
+                f"DATASET@{SPEC}, or ./ in front of a path")
+        dataset = dataset.casefold()
     known = [*KINDS, *parts]
     require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
             f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}")
@@ -76,17 +82,6 @@ def _term(spec, parts):
     if dataset:
         name = dataset.replace("/", "-")  # the metric is reward/NAME, with no / in NAME
     return Term(name, weight, custom=custom, dataset=dataset)
-
-
-def _split_custom(spec):
-    """Split DATASET@FILE.py:FUNCTION. Returns the data set in lower case ("" if none is named), and
-    FILE.py:FUNCTION. Raises UserError if nothing stands before the @."""
-    if "@" not in spec or spec.startswith(("/", ".")):
-        return "", spec
-    dataset, _, custom = spec.partition("@")
-    require(dataset != "", f"reward {spec!r} has no data set before its @",
-            f"DATASET@{SPEC}, or ./ in front of a path")
-    return dataset.casefold(), custom
 
 
 def kind_of(reward: Sequence[str]) -> str:
