@@ -180,10 +180,10 @@ class Pack:
 
     def to(self, device: torch.device | str) -> Pack:
         """Returns the pack on another device. The host does not wait for copies to a GPU."""
-        tensors = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
-        if torch.device(device).type == "cuda":
-            tensors = {k: v.pin_memory() for k, v in tensors.items()}
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in tensors.items()})
+        on_gpu = torch.device(device).type == "cuda"
+        moved = {name: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True)
+                 for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 # --- problems
