@@ -146,7 +146,7 @@ class Logger(contextlib.AbstractContextManager):
         self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
         if not main:
             return
-        config = dataclasses.asdict(cfg) | {"versions": dict(versions)}
+        config = dataclasses.asdict(cfg) | {"versions": versions}
         with explained(f"can't write to {out}", "space and permission there, or another --out", OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
@@ -359,7 +359,7 @@ class WandbTracker(Tracker):
         for key, value in self.ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         self.run = wandb.init(name=self.out.resolve().name, id=self.state["id"], resume="allow", dir=self.out,
-                              config=dict(self.config), allow_val_change=True)
+                              config=self.config, allow_val_change=True)
 
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
         import wandb
