@@ -36,14 +36,14 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
 
     The time steps t are the tokens in `mask`. If another token has a reward, the reward is added to the last
     time step that comes before this token in the same segment."""
-    steps, is_step = mask.nonzero()[:, 0], mask.long()
+    steps, so_far = mask.nonzero()[:, 0], mask.cumsum(0)  # so_far (T,): time steps at or before each token
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
     # step (T,): for each token, the last time step at or before it, as an index into `steps`
-    step = (is_step.cumsum(0) - 1).clamp(min=0)
+    step = (so_far - 1).clamp(min=0)
     # in_reach (T,): whether the token's segment has a time step at or before the token
-    in_reach = (segment[steps[step]] == segment) & (is_step.cumsum(0) > 0)
+    in_reach = (segment[steps[step]] == segment) & (so_far > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
     segment, v = segment[steps], values[steps]
