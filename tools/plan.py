@@ -547,15 +547,16 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     parts = {phase: [(1, 0, _network(case, n)) for n in sends.values()]
              for phase, sends in traffic(case).items() if phase not in case.models}
     parts["rollout"] = [(1, max(rollout, longest), 0)]
-    passes = {name: _passes(case, name, kept, prompt, response) for name, kept in case.kept.items()}
-    forward = {name: forwards for name, (forwards, _) in passes.items()}
+    forward, updates = {}, {}  # name of a model -> the two results of `_passes`
+    for name, kept in case.kept.items():
+        forward[name], updates[name] = _passes(case, name, kept, prompt, response)
     if cfg.has_ref:  # time of the policy x parameters of the reference / parameters of the policy
         parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
     if "critic" in forward:
         parts["values"] = forward["critic"]
-    parts |= {name: updates for name, (_, updates) in passes.items()}
+    parts |= updates
     every = [part for found in parts.values() for part in found]
     alone = sum(count * max(network - compute, 0) for count, compute, network in every)
     return {phase: _seconds(found) for phase, found in parts.items()} | {
