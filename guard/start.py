@@ -10,9 +10,9 @@
 import fnmatch
 import os
 import random
-import secrets
 import shlex
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -113,13 +113,12 @@ def is_run(folder: Path) -> bool:
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
     """Raises UserError if this rank can't write to the folder, or if rank 0 has another folder at this path.
     owner: content of rank 0's lock."""
-    needed, probe = "--out on a file system that all ranks share", folder / f".probe-{secrets.token_hex(8)}"
+    needed = "--out on a file system that all ranks share"
     require(FolderLock(folder / "lock").owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host "
             f"{owner['host']}", needed)
     with explained(f"can't write to {folder}", needed, OSError):
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
