@@ -152,8 +152,8 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
         read["ref's weights"] = "in the checkpoint" if cfg.keeps_ref else [*map(ckpt.crc32, weights)]
     noted |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
               for name, found in held_out.items()}
-    models = {name: config[name] for name in ("model", "critic_model", "ref_model") if config[name]}
-    return read, noted | {f"files of --{name}": folder_fingerprint(models[name]) for name in models}
+    return read, noted | {f"files of --{name}": folder_fingerprint(config[name])
+                          for name in ("model", "critic_model", "ref_model") if config[name]}
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
