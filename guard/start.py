@@ -127,7 +127,7 @@ def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
     verb: "reads" gives "not every rank reads what rank 0 reads"
     facts: name -> text, such as a file's hash
     needed: what the user should do"""
-    every = dist.gather((os.uname().nodename, dict(facts)))
+    every = dist.gather((os.uname().nodename, facts))
     main_host, expected = every[0]
     other = sorted({f"{host} ({'; '.join(differences(expected, found))})"
                     for host, found in every if found != expected})
