@@ -359,7 +359,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             "a larger --max_response_len, a --template or --stop that ends responses, or "
             "--go to train anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
-    scored = any(dist.gather(any(s.reward for s in samples))) or not any(t.weight for t in terms_of(cfg))
+    scored = any(dist.gather_all(s.reward for s in samples)) or not any(t.weight for t in terms_of(cfg))
     first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({others or 'none does'}), or a --template "
                           "that asks for the format of --extractor",
