@@ -211,8 +211,8 @@ def _fold(title, html):
 
 def _files(run, kind):
     """Returns the files of responses of the steps in metrics.jsonl. An earlier run may have left others."""
-    steps = [row["step"] for row in read_metrics(run)]
-    return [file for file in sorted((run / kind).glob("step_*.jsonl")) if int(file.stem[5:]) in steps]
+    files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)]
+    return list(filter(Path.is_file, files))
 
 
 def _samples(run, kind):
