@@ -117,7 +117,7 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
-            lines.append(f"{_tail(name, 26)} {metric:13}{_decimals(score['value']):>12}"
+            lines.append(f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
                          f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}")
     return lines
 
@@ -136,13 +136,9 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
                 gap = result["differences"][name]["metrics"][metric]
                 versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
             value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
-            model = _tail(result["model"], 26)
-            lines.append(f"{model} {_tail(f'{name}/{metric}', 19)} {value:>15} {versus:>16}".rstrip())
+            model, of = result["model"][-26:], f"{name}/{metric}"[-19:]
+            lines.append(f"{model:26} {of:19} {value:>15} {versus:>16}".rstrip())
     return lines
-
-
-def _tail(text, width):
-    return text[-width:].ljust(width)
 
 
 def _decimals(value):
