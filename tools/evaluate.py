@@ -29,7 +29,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -293,7 +293,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
 
 def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
-    flags = {k: v for k, v in asdict(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
+    flags = {k: v for k, v in vars(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
     flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
               "dtype": str(engine.dtype).removeprefix("torch.")}
     return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
