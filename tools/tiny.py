@@ -180,7 +180,6 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
 
 
 if __name__ == "__main__":
