@@ -96,7 +96,6 @@ def handle_signals(grace: float) -> Iterator[None]:
                       "has not ended: this process ends without saving", file=sys.stderr)
                 os._exit(1)
 
-    stop_signal.clear()
     threading.Thread(target=watch_grace, daemon=True, name="grace").start()
     before = {number: signal.signal(number, request)
               for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
