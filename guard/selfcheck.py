@@ -86,7 +86,7 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
                                                    ("sampled", sampled, cfg.temperature, sampling)):
             logp = trainer_logp(samples, temperature).float().cpu().numpy()
             gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
-            agree = bool(gaps.mean() <= limit)  # False also if the mean is NaN
+            agree = gaps.mean() <= limit  # False also if the mean is NaN
             if scale == 1:
                 largest = max(largest, float(gaps.mean()))
             if agree != (scale == 1) and not first_error:
