@@ -63,7 +63,7 @@ class Row:
     answer: str  # the gold answer
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
-    form: str = field(default="the whole text", compare=False)  # see _form
+    form: str = field(compare=False)  # see _form
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
     @property
