@@ -513,13 +513,9 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
         eval_samples=(1,)),
 }
-# Layout -> settings that it changes in the orz-* presets. In other presets, a layout changes only `ranks`.
-# "debug" is Open-Reasoner-Zero's debug mode.
-LAYOUTS = {
-    "any": {},
-    "debug": dict(ranks=8, prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5),
-    "production": dict(ranks=32),
-}
+LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks
+# What the layout "debug" also changes in the orz-* presets (Open-Reasoner-Zero's debug mode)
+DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 # Preset -> ranks of its production layout, if not 32 (Open-Reasoner-Zero's numbers)
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
@@ -634,13 +630,6 @@ def layout_of(given: Mapping[str, str], default: str) -> str:
     return name if name in LAYOUTS else "any"  # `parse` refuses an unknown name
 
 
-def layout_fields(preset: str, layout: str) -> dict[str, Any]:
-    if layout == "production" and preset in RANKS:
-        return {"ranks": RANKS[preset]}
-    fields = LAYOUTS[layout]
-    return fields if preset.startswith("orz-") else {"ranks": fields.get("ranks", 0)}
-
-
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a mistake.
 
@@ -665,7 +654,11 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
-    base = {"out": f"runs/{name}", **layout_fields(name, layout), "layout": layout}
+    base = {"out": f"runs/{name}", "ranks": LAYOUTS[layout], "layout": layout}
+    if layout == "production":
+        base["ranks"] = RANKS.get(name, base["ranks"])
+    if layout == "debug" and name.startswith("orz-"):
+        base |= DEBUG
     if "data" in given:  # the preset's evaluation sets may not fit the user's data
         base["eval_data"] = ()
     if given.keys() & LENGTHS:
