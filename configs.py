@@ -613,9 +613,10 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
                 f"a flag that {prog} --help lists")
-        many = isinstance(getattr(kind, field, 0), tuple) and words.count(f"--{field}") > 1
+        default = getattr(kind, field, 0)
+        many = isinstance(default, tuple) and words.count(f"--{field}") > 1
         require(not many, f"--{field} is given twice", f"all values after one --{field}, separated by spaces")
-        require(not word.isalnum() or not isinstance(getattr(kind, field, 0), bool),
+        require(not word.isalnum() or not isinstance(default, bool),
                 f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
     return given
 
