@@ -763,7 +763,7 @@ def data_file(path: str) -> Path:
 
 
 def _build(path):
-    base = PRESETS["tiny-ppo"].model
+    base = TINY.model
     missing = path.startswith(base) and not Path(base).is_dir()
     return "python -m tools.tiny, which makes it" if missing else ""
 
