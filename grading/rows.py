@@ -115,7 +115,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
-    choices = _choices(fields, where)
+    choices, gold = _choices(fields, where), _gold(fields)
     kind = fields.get("reward")
     if kind is None:
         kind = "choice" if choices else default
@@ -123,22 +123,22 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     if kind == "choice" and choices:
         role, text = turns[-1]
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
-        answer = _letter_of(_gold(fields), fields, choices, where)
+        answer = _letter_of(gold, fields, choices, where)
     else:
         answer = _answer(fields, where)
         if answer and kind == "math":
             answer = _out_of_list(answer)
         # A number that is no choice's text may be a choice's index. It is refused, because a right response
         # with the choice's text would count as wrong.
-        named = not choices or not _is_number(_gold(fields)) or answer in choices.values()
+        named = not choices or not _is_number(gold) or answer in choices.values()
         require(named, f"{where} has the answer {answer}, which is none of its choices",
                 'a choice\'s text, or "reward": "choice"')
-    _check_text(answer, "answer", _gold(fields), row, where)
+    _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
     texts = [answer, dataset, *(content for role, content in turns)]
     require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
             "text in UTF-8")
-    form = _form(_plain_text(_gold(fields)) or "")
+    form = _form(_plain_text(gold) or "")
     return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form)
 
 
