@@ -130,13 +130,6 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
             "another folder, or this one removed")
     new = path.with_name(f"{path.name}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
-    _build(new, seed, task)
-    (new / "tiny.json").write_text(json.dumps(config) + "\n")
-    new.rename(path)
-    return str(path)
-
-
-def _build(folder: Path, seed: int, task: Task) -> None:
     rng, tokenizer = random.Random(seed), task.tokenizer()
     problems = task.problems(rng)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
@@ -149,10 +142,13 @@ def _build(folder: Path, seed: int, task: Task) -> None:
             tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None, **special))
     pretrain(model, tokenizer, train, rng, task)
     model.generation_config = GenerationConfig(**special)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
     for name, part in ("train", train), ("heldout", held_out):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(task.row(p)) + "\n" for p in part))
+        (new / f"{name}.jsonl").write_text("".join(json.dumps(task.row(p)) + "\n" for p in part))
+    (new / "tiny.json").write_text(json.dumps(config) + "\n")
+    new.rename(path)
+    return str(path)
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
