@@ -338,8 +338,8 @@ def _link_best(link, name):
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric. Rows before
-    the last change of the evaluation sets do not count.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric. Rows
+    before the last change of the evaluation sets do not count.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     scores, names = {}, []
