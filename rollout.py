@@ -91,7 +91,7 @@ def terms_of(cfg: Config) -> list[Term]:
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
     """Returns name -> weight of each built-in reward part (REWARD_PARTS) that this run uses."""
-    named = {t.name: t.weight for t in terms_of(cfg) if not t.kind and not t.custom}
+    named = {t.name: t.weight for t in terms_of(cfg) if t.name in REWARD_PARTS}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
