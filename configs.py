@@ -248,7 +248,7 @@ class Config:
     offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
-    save_samples: Literal["all", "some", "none"] = "some"  # some: 8 prompts' responses per --eval_every steps
+    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30

@@ -438,8 +438,8 @@ SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no N
 
 
 def measure_network(world: World, local: int) -> list[float]:
-    """Returns two speeds in bytes/s: 1. at which a rank sends within its node; 2. at which a node sends to
-    other nodes. A speed is 0 if there is no receiver. Every rank must call this function.
+    """Returns two speeds of sending in bytes/s: 1. of a rank, within its node; 2. of a node, to other nodes.
+    A speed is 0 if there is no receiver. Every rank must call this function.
 
     local: number of ranks of each node
 

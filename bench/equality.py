@@ -17,6 +17,9 @@ The graders:
     after          grading/answers.py of the working tree
     math-verify    the Python package of this name
 
+Counts also the problems of MATH-500 that have a formula which the grader takes for the gold answer. Copying
+such a formula solves nothing, so grading.answers.repeats finds it.
+
 --failures prints the wrong verdicts of `after`, except on held-out pairs. --unseen writes
 bench/results/equality.md and equality.json.
 """
@@ -37,7 +40,7 @@ from pathlib import Path
 
 from bench.common import RESULTS, ROOT, arguments, markdown, say
 from bench.equality_pairs import Pair, pairs, unseen
-from grading.answers import grade
+from grading.answers import FORMULA, grade, repeats
 
 SECONDS = 5  # maximum CPU seconds for one pair
 PARTS = {"seen": "synthetic, two thirds, seen", "unseen": "synthetic, one third, unseen",
@@ -124,6 +127,17 @@ def golds() -> list[Pair]:
     return found
 
 
+def copied(grader: Callable[[str, str], bool]) -> int:
+    """Returns the number of MATH-500 problems with a formula that the grader takes for the gold answer,
+    although it is not the gold answer's text."""
+    found = 0
+    for row in json.loads((ROOT / "eval_sets/math500.json").read_text()):
+        problem, gold = row["prompt"][0]["value"], row["final_answer"]
+        formulas = [f.strip() for f in FORMULA.split(problem) if repeats(f, gold, problem)]
+        found += any(verdict(grader, Pair("copied", f, gold, False, False)) for f in formulas)
+    return found
+
+
 def part(pair: Pair) -> str:
     first = pair.category.split()[0]
     if first == "golds":
@@ -170,13 +184,18 @@ def main() -> None:
         for which, percent in of.items():
             total = sum(part(p) == which for p in cases)
             say({"bench": "equality", "grader": name, "part": which, "pairs": total, **percent})
+    copies = {name: copied(grader) for name, grader in graders.items()}
+    say({"bench": "equality", "figure": "problems of MATH-500 with a formula that is accepted", **copies})
     if args.failures:
         for p, v in zip(cases, verdicts["after"], strict=True):
             if p.same != v and not p.unseen:
                 print(f"{p.category}: {p.answer!a} {'refused' if p.same else 'accepted'} for {p.gold!a}")
     if args.unseen:
         report = (f"{HEAD}{table(cases, figures)}\n`after` makes errors only in these categories:\n\n"
-                  f"{failures(cases, verdicts['after'])}")
+                  f"{failures(cases, verdicts['after'])}\n"
+                  "Problems of MATH-500 (of 500) with a formula that the grader takes for the gold answer: "
+                  f"{', '.join(f'{name} {n}' for name, n in copies.items())}.\n"
+                  "In a run, torz refuses such formulas before it compares (`grading.answers.repeats`).\n")
         (RESULTS / "equality.md").write_text(report)
         (RESULTS / "equality.json").write_text(json.dumps(figures, indent=1) + "\n")
         print(report)

@@ -142,7 +142,7 @@ class Simulation:
 
 def simulate(cfg: Config, engines: int, cost: Cost, prompt: int, lengths: Callable[[int], np.ndarray],
              steps: int = STEPS, warm: int = WARM) -> dict[str, float]:
-    """Returns the means of Simulation.step's results (of `oldest`: the maximum) after `warm` steps."""
+    """Returns the mean of each result of Simulation.step (`oldest`: maximum). Skips `warm` steps."""
     simulation = Simulation(cfg, engines, cost, prompt, lengths)
     rows = [simulation.step(i) for i in range(steps)][warm:]
     return {name: (max if name == "oldest" else fmean)(row[name] for row in rows) for name in rows[0]}

@@ -357,8 +357,8 @@ class Reading(NamedTuple):
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
                     1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
-        intervals   (variable or None, edges). An interval has two edges, (bracket, [Reading of the number]).
-                    1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
+        intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
+                    number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
         chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
                     ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])

@@ -532,7 +532,7 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
 
 
 def test_gold_answers_of_another_form_or_of_several_words_are_told(tokenizer, tmp_path):
-    """A GSM8K row without #### has a sentence as its gold answer."""
+    """The third row has no ####, so its whole sentence is the gold answer."""
     path, told = tmp_path / "d.jsonl", []
     answers = ["so #### 5", "so #### 6", "the sum is 7", "so #### 8"]
     lines = [json.dumps({"question": Q * i, "answer": a}) + "\n" for i, a in enumerate(answers, 1)]
