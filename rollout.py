@@ -326,7 +326,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     # the prompts of carried samples. These prompts get no new samples.
     new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
            for j in range(n if temperature else 1)]
-    old = dist.gather_all(trajectories.open) if carries else ()  # keys of all ranks
+    old = dist.gather_all(trajectories.open) if carries else ()  # from all ranks
     home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
     # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.

@@ -220,7 +220,7 @@ class TorchEngine(Engine):
             ends = length.cumsum(0)
             position = torch.arange(len(tokens), device=self.device)
             position -= (ends - length).repeat_interleave(length)
-            # Padded on the left, so that all prompts end at the same column.
+            # The cache is padded on the left, so that all prompts end at the same column.
             column = position + (cache.width - length).repeat_interleave(length)
             cache.prefill = some.repeat_interleave(length), column  # where the cache stores these tokens
             segments = Segments(F.pad(ends, (1, 0)).int(), int(length.max()))

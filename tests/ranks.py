@@ -70,11 +70,11 @@ def all_gradients(jobs) -> list[dict]:
 
 
 def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
-    """Computes the gradients of one update of policy and critic. Returns name -> whole gradient, and:
+    """Computes the gradients of one update of policy and critic. Returns a dict: name -> whole gradient, and
 
-    metrics: name -> value over all ranks
-    packs: number of this rank's packs
-    sent: numbers of FSDP's all-gathers and all-reduces"""
+    "metrics": name -> value over all ranks
+    "packs": number of this rank's packs
+    "sent": numbers of FSDP's all-gathers and all-reduces"""
     world = dist.init("cpu", "float32")
     shard = dist.shard
     with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):

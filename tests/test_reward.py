@@ -490,7 +490,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
         for i in range(20):
             grader.submit(i, "0.2", str(i), True, custom=spec)
         time.sleep(0.3)
-        for worker in children(server):  # one worker grades the victim, the other one a short answer
+        for worker in children(server):  # one grades the victim, the other an answer of 0.2 seconds
             os.kill(worker, signal.SIGKILL)
         grades = grader.results()
     assert grades["victim"].reason == "error" and "WorkerDied" in grader.errors
