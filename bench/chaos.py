@@ -237,8 +237,8 @@ def system(command: str, *paths: Path) -> bool:
 
 # --- the faults
 
-# A fault is a function(nodes, message of the struck rank, random generator). It returns False if it could not
-# strike.
+# A fault is a function(nodes, what the rank to strike has reported, random generator). It returns False if it
+# could not strike.
 
 
 class Skipped(Exception):

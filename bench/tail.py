@@ -41,7 +41,7 @@ STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
 class Cost:
     """Durations of an engine's operations, in seconds."""
 
-    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> s of a decoding step
+    step: Callable[[np.ndarray, np.ndarray], np.ndarray]  # (responses, cached tokens) -> time of a step
     prefill: float  # per token that is prefilled again
     exchange: float  # per message to all engines
 

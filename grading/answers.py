@@ -486,8 +486,7 @@ def _read_list(text, depth):
 
 
 def _several(reading):
-    """Returns the elements of a Reading that is a list without braces; [reading] for any other Reading, also
-    for a set."""
+    """Returns the elements of a list that has no braces. Any other Reading, also a set, gives [reading]."""
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
 
 
