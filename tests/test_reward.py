@@ -470,7 +470,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
                   policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
     rewards = [row["reward"] for row in run(cfg, tmp_path / "run")[0]]
     server.server_close()
-    assert rewards[0] < 0.15 and max(rewards) > 0.3, rewards
+    assert rewards[0] < 0.15 and max(rewards) > 4 * rewards[0], rewards
     alarms = (tmp_path / "run/alarms.jsonl").read_text()
     errors = "KeyError", "mine.py, line 11", "URLError", "TimeoutError", "JSONDecodeError", "ValueError"
     assert name == "passes" or all(word in alarms for word in errors), alarms
