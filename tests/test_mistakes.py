@@ -219,7 +219,7 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_pat
     assert re.fullmatch("train.py: 2 ranks can't be divided .*--tp 3; needed: .* or --tp 1\n", line), line
 
 
-@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("gap", "2")])
+@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("gap", "1"), ("gap", "2")])
 def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
     """A run that is stopped before its first step saves nothing."""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
