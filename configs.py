@@ -34,8 +34,11 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
-CODE = sorted(file for folder in ("", "engines", "grading", "guard", "tools")
-              for file in Path(ROOT, folder).glob("*.py"))  # the files of the program
+# The files of the program. Other files in ROOT are the user's, such as a reward function.
+CODE = sorted(file for pattern in [
+    "engines/*.py", "grading/*.py", "guard/*.py", "tools/*.py", *(f"{name}.py" for name in (
+        "train rollout ppo grpo dist ckpt data configs model reward engine log".split()))]
+              for file in Path(ROOT).glob(pattern))
 # Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
@@ -273,6 +276,8 @@ class Config:
         require(not self.start_from or self.resume in ("auto", "never"),
                 f"--start_from and --resume {self.resume} can't be used together",
                 "only one of them: --resume continues the same run, --start_from begins another")
+        require(not (self.start_from and self.critic_model), "--start_from has a critic, and --critic_model "
+                "names another", "only one of them")
         require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
                 f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
         for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
@@ -525,7 +530,7 @@ CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most th
 # reads: ckpt.resume accepts another name, but not other content (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples eval_temperature eval_top_p eval_response_len save_every keep keep_best grace stall_limit
+    eval_samples save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device shard_ranks network deterministic recompute offload pack_len selfcheck go
     save_samples save_logps track ref_model reward env

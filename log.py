@@ -138,11 +138,11 @@ class Logger(contextlib.AbstractContextManager):
     except in `dump`.
 
     `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
-    steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. Raises UserError if the folder
-    can't be written to."""
+    steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl; if `own` is False, also the rows
+    of earlier steps, which another run wrote. Raises UserError if the folder can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
-                 plan: Mapping[str, Mapping]) -> None:
+                 plan: Mapping[str, Mapping], own: bool = True) -> None:
         self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
         if not main:
             return
@@ -151,7 +151,7 @@ class Logger(contextlib.AbstractContextManager):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
             for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
-                _set_aside(path, start)
+                _set_aside(path, start if own else 0)
         rows = read_metrics(out)
         self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row

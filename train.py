@@ -283,7 +283,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
-    saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}}
+    saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}, "noted": {}}
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
     if found:  # a resumed run keeps its first --start_from
         for flag in ("start_from", "resume"):
@@ -296,6 +296,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
+    noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from", "")
     check_same("reads", read | noted, "the same files on every machine")
     cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
     planned = check_fit(cfg, world, epoch_len(problems), say)
@@ -317,7 +318,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    log = dist.together(Logger, out, cfg, world.main, start, noted, planned)
+    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken)):
         log.say(line)

@@ -242,19 +242,17 @@ def _init_worker():
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns key -> hash of the content, for the user's file FILE.py and for the files that it imported from
-    its own folder. The hashes reveal edits.
+    """Returns key -> hash of the content, for the user's file FILE.py and for the user's other files that are
+    imported by now. The hashes reveal edits. Files of torz and of installed packages do not count.
 
-    spec: "FILE.py:FUNCTION". The key of FILE.py is FUNCTION. The key of any other file is its path relative
-        to the folder of FILE.py."""
+    spec: "FILE.py:FUNCTION". The key of FILE.py is FUNCTION. Other keys are names of modules."""
     path, _, function = spec.rpartition(":")
-    folder = os.path.dirname(path)
-    # `_modules` has the imported modules that are named like a file or subfolder of the folder. But with a
-    # subfolder `wandb`, it may be the installed package wandb. `startswith` keeps only files in the folder.
-    files = {file for name, module in _modules.get(folder, {}).items() if (
-        file := getattr(module, "__file__", None) or "").startswith(f"{folder}/{name.partition('.')[0]}")}
-    return {function if file == path else os.path.relpath(file, folder): short_hash(Path(file).read_bytes())
-            for file in sorted(files - {*map(str, CODE)} | {path}, key=lambda file: (file != path, file))}
+    modules = sys.modules | _modules.get(os.path.dirname(path), {})
+    # `__dict__`, because lazy modules such as torch.classes have an attribute __file__ that names no file.
+    files = {name: file for name, module in sorted(modules.items())
+             if (file := getattr(module, "__dict__", {}).get("__file__"))
+             and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE}
+    return {key: short_hash(Path(file).read_bytes()) for key, file in ({function: path} | files).items()}
 
 
 def _import_function(spec, known):

@@ -143,6 +143,9 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
             "chat template": ckpt.template_hash(tokenizer, cfg.template),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
+    # A changed file would give other scores under the same name.
+    read |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
+             for name, found in held_out.items()}
     noted = ckpt.VERSIONS | read  # config.json gets `noted`, so that tools.report can compare runs
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
         if used:
@@ -150,8 +153,6 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
     if cfg.has_ref:
         weights = sorted(Path(ckpt.source_of("ref", config)).glob("*.safetensors"))
         read["ref's weights"] = "in the checkpoint" if cfg.keeps_ref else [*map(ckpt.crc32, weights)]
-    noted |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
-              for name, found in held_out.items()}
     return read, noted | {f"files of --{name}": folder_fingerprint(config[name])
                           for name in ("model", "critic_model", "ref_model") if config[name]}
 

@@ -342,7 +342,8 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
     assert "started from" in capfd.readouterr().out
     assert run_ranks(1, ranks.main, cfg) == [""]
     again, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, steps=2))
-    assert again["start"] == 1
+    assert again["start"] == 1 and re.fullmatch("step_000002 [0-9a-f]{8}", json.loads(
+        (tmp_path / "b/config.json").read_text())["versions"]["--start_from"])
     elsewhere = dict(out=f"{tmp_path}/d", start_from="", resume=cfg.out)
     assert run_ranks(1, ranks.prepared, dataclasses.replace(cfg, **elsewhere))[0]["start"] == 1
     assert equal(ref, {k.replace("ref.", "policy."): x for k, x in again.items() if k.startswith("ref.")})
@@ -508,16 +509,18 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
         assert words in found
     monkeypatch.setitem(ckpt.VERSIONS, "code", "edited")
     monkeypatch.setitem(ckpt.VERSIONS, "math-verify", "0.1")
-    (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
-    found, = run_ranks(1, ranks.prepared, dataclasses.replace(
-        base, out=str(copy_of(two_ranks, tmp_path / "copy")), model=f"{tmp_path}/one weight",
-        eval_data=(f"{tmp_path}/train.jsonl",), start_from="gone"))
+    again = dataclasses.replace(base, out=str(copy_of(two_ranks, tmp_path / "copy")), start_from="gone",
+                                model=f"{tmp_path}/one weight", eval_data=(f"{tmp_path}/other.jsonl",))
+    for name in ("train", "other"):  # a set of an old name must be the old set
+        (tmp_path / f"{name}.jsonl").write_text(open(base.data[0]).readline())
+    found, = run_ranks(1, ranks.prepared, dataclasses.replace(again, eval_data=(f"{tmp_path}/train.jsonl",)))
+    assert re.search("--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}\\)", found)
+    found, = run_ranks(1, ranks.prepared, again)
     assert equal(found, restore(1, base, two_ranks[0])[0])
     output = capfd.readouterr().out
     assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
-                     "--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}; "
                      "files of --model: [0-9a-f]{8} -> .*; model: .*one weight; .*out: ", output)
-    assert "evaluation set train: 1 of 1 prompts are also in --data\n" in output
+    assert "evaluation set other: 1 of 1 prompts are also in --data\n" in output
     assert "--start_from is not used: /" in output and "--resume is not" not in output
 
 

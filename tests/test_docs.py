@@ -336,6 +336,8 @@ def test_the_files_are_all_listed_and_import_only_downwards():
     (table,) = tables(README, "file")
     floors = [row[0].strip("`").removesuffix(".py").replace("/", ".") for row in table[1:]]
     assert sorted(floors) == sorted(SOURCES)
+    code = [str(file.relative_to(ROOT).with_suffix("")).replace("/", ".") for file in configs.CODE]
+    assert sorted(name for name in code if "__init__" not in name) == sorted(SOURCES)
     for i, name in enumerate(floors):
         imported = set()
         for node in ast.walk(ast.parse(SOURCES[name])):

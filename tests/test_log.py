@@ -131,7 +131,7 @@ def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
     written(tmp_path, [{"step": 2, "reward": 0.7, "response_len": 9.0}], start=2)
     assert steps("metrics.jsonl") == [(0, 0.5), (1, 0.5), (2, 0.7)]
     assert steps("metrics.old.jsonl") == [(2, 0.5), (3, 0.5)]
-    written(tmp_path, [], start=0)  # a run without a checkpoint starts again at step 0
+    Logger(tmp_path, PPO, True, 2, {}, {}, own=False)  # --resume names another run's checkpoint
     assert steps("metrics.old.jsonl")[2:] == [(0, 0.5), (1, 0.5), (2, 0.7)] and steps("metrics.jsonl") == []
     assert len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 1
 

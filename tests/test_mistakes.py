@@ -55,6 +55,7 @@ AT_ONCE = {
     "bounds without 1": ("tiny-grpo --mismatch_bounds 1.5 2", "--mismatch_bounds 1.5 2 leaves out 1"),
     "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
                              "--resample_rounds 1 can't be used together"),
+    "two critics": ("--start_from a --critic_model b", "--start_from has a critic, and --critic_model names"),
     "a round longer than a response": ("tiny-grpo --round_len 49",
                                        "has at most 48 tokens; needed: at most --round_len 48"),
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",

@@ -308,19 +308,22 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
         rollout.check_graders(sets[::-1], cfg)
 
 
-def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path):
+def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
     """The content of the reward file and of its imports must stay the same. Their paths may change."""
     cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
         package.mkdir(parents=True, exist_ok=True)
         file.write_text("from pkg.helper import ONE\n\n\ndef score(response, answer, kind):\n    return ONE\n"
                         f"def turn(problem, text, turn):\n    return None\n{edit}")
         (package / "helper.py").write_text("from .one import ONE")
-        (package / "one.py").write_text(f"ONE = {one}")
+        (package / "one.py").write_text(f"import far\nONE = {one}")
+        (tmp_path / "far.py").write_text(f"{one}")
         messages += run_ranks(1, ranks.main, dataclasses.replace(
             cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn"))
-    assert "--env: " in messages[1] and "--reward: " in messages[2] and "pkg/one.py" in messages[2]
+    assert "--env: " in messages[1] and "--reward: " in messages[2]
+    assert "'pkg.one': " in messages[2] and "'far': " in messages[2]
     assert messages[::3] == ["", ""]
 
 
@@ -544,7 +547,7 @@ def test_the_command_line_has_models_then_data_then_flags():
             eval_configs(argv)
 
 
-def test_an_export_is_asked_as_it_was_trained(tmp_path):
+def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
                  extractor=["boxed"], temperature=0.6, max_response_len=64)
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "{problem}="}}
@@ -558,6 +561,13 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path):
     assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
+    assert eval_configs([a, "a.json", "--template", "plain"])[0].stop == ("</a>",)
+    hub = tmp_path / "models--me--mine"  # the Hub's cache
+    shutil.copytree(a, hub / "snapshots/0")
+    (hub / "refs").mkdir()
+    (hub / "refs/main").write_text("0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert eval_configs(["me/mine", "a.json"])[0].template == "plain"
     for argv, words in (([a, b, "a.json"], "different settings (stop: "), ([rows, "a.json"], "is a file;"),
                         ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
                         ([f"{tmp_path}/run", "a.json"], "is a folder of a run, not of a model; needed: ")):

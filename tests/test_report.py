@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import shutil
 from html import unescape
 from statistics import fmean
 
@@ -84,12 +85,15 @@ def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_l
 
 def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
     """A step has 24 wrong and 24 right samples. Of each of 5 steps, the report shows 6 wrong and 6 right."""
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in healthy(30)))
+    rows = [{k: v for k, v in row.items() if "eval/" not in k} for row in healthy(30)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (tmp_path / "samples").mkdir()
     for step in range(36):  # an earlier run left six files more
-        rows = [sample(i, j, j % 2 == 1, f"answer {step} {i} {j}") for i in range(3) for j in range(16)]
+        rows = [sample(i, j, j % 2 == 1, f"answer {step} {i} {j}") | {"set": "a"} for i in range(3)
+                for j in range(16)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(text)
+    shutil.copytree(tmp_path / "samples", tmp_path / "eval")  # an earlier run evaluated, this run did not
     write_report(tmp_path)
     _, pre, text = page_of((tmp_path / "report.html").read_text(encoding="utf-8"))
     shown = [response for response in pre if response.startswith("answer")]

@@ -18,6 +18,7 @@ Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
 new or empty.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
 
 import dist
 from ckpt import MARKER, VERSIONS, Facts, model_facts
@@ -197,27 +199,37 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    # The training's system prompt and stop strings fit only the training's template.
-    own = given.keys() | ({"system_prompt", "stop"} if "template" in given else set())
-    cfg = replace(cfg, **as_trained(models, own))
+    cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
 
 
-def as_trained(models: Sequence[str], given: Collection[str]) -> dict[str, Any]:
+def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
     """Returns the settings with which the models were trained (torz.json): name -> value, for each name in
-    EVAL_FLAGS but not in `given`. Raises UserError if two models were trained with different settings."""
+    EVAL_FLAGS but not in `given`. form: the text of --template, if it is in `given`. Raises UserError if two
+    models were trained with different settings."""
     found: dict[str, Any] = {}
-    for facts in filter(None, (read_json(Path(model, MARKER)) for model in models)):
-        template = facts["template"]
-        require("template" in given or prompt_form(template) == facts["prompt"],
-                f"{template} has another text than at the training", "that text, or another --template")
+    for facts in filter(None, map(_trained, models)):
+        template, unused = facts["template"], set(given)
+        if "template" not in given:
+            require(prompt_form(template) == facts["prompt"],
+                    f"{template} has another text than at the training", "that text, or another --template")
+        elif form != facts["prompt"]:  # the training's system prompt and stop strings fit only its template
+            unused |= {"system_prompt", "stop"}
         facts["eval_temperature"] = [facts["temperature"]]
-        ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in given}
+        ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
         other = differences(found, ours)
         require(not other, f"the models were trained with different settings ({'; '.join(other)})",
                 "one command for each model, or these flags")
         found |= ours
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _trained(model):
+    """Returns the content of the model's torz.json; nothing for a model that is no export of torz."""
+    if Path(model).exists():
+        return read_json(Path(model, MARKER))
+    with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
+        return read_json(Path(hf_hub_download(model, MARKER)))
 
 
 def print_help() -> None:

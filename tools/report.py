@@ -211,7 +211,8 @@ def _fold(title, html):
 
 def _files(run, kind):
     """Returns the files of responses of the steps in metrics.jsonl. An earlier run may have left others."""
-    files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)]
+    files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)
+             if kind != "eval" or any(name.startswith("eval/") for name in row)]
     return list(filter(Path.is_file, files))
 
 
