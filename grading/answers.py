@@ -214,10 +214,10 @@ TOKEN = re.compile(r"""
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | \\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
+  | \\!\s*|\\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
   | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
 """, re.VERBOSE)
-LETTERS = re.compile(r"[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
+LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [(re.compile(pattern), new) for pattern, new in [
@@ -462,7 +462,7 @@ def _read_list(text, depth):
     if not found:
         parts, found = _split(text, "list")
     if not found:
-        if len(PLUS_MINUS.findall(text)) != 1:
+        if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
     elif not all(parts):
@@ -584,8 +584,8 @@ def _read_brackets(text, depth):
     left, inside, right = match.groups()
     parts, _ = _split(inside, "list")
     if left == r"\{":
-        elements = {part: read(part, depth) for part in parts}  # a set: {2,2} is {2}
-        return Reading("list", text, [*elements.values()])
+        different = dict.fromkeys(parts)  # a set: {2,2} is {2}
+        return Reading("list", text, [e for part in different for e in _several(read(part, depth))])
     if left == "{" or len(parts) == 1 and left + right == "()":
         return read(inside.rstrip(" .,"), depth)
     elements = [read(part, depth) for part in parts]
@@ -711,11 +711,11 @@ MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])
 # matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
-# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), OPTION A, A:15, or 15 CHOICES A,
+# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), Option A, A:15, or 15 choices A,
 # which `normalise` makes of `(A) 15`. A) does not match.
-LETTER = re.compile(r"(?!.*\b(?:[A-Z]\b.* CHOICES|NOT|WRONG|INCORRECT|FALSE|BUT|EXCEPT|OR)\b)"
-                    r"(?:[^A-Z].* CHOICES |CHOICE |OPTION )?"
-                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-Z]\b).+)")
+LETTER = re.compile(r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
+                    r"(?:.+ choices |(?i:choice|option) )?"
+                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-J]\b).+)")
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -745,25 +745,37 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
         return chosen
     if answer == gold or kind == "exact":
         return answer == gold
-    if chosen and gold == letter and letter in answer:  # `(A) 15` equals A
+    if chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer:  # `(A) 15` equals A
         return True
     return _same(read(normalise(answer)), read(normalise(gold)), prove)
 
 
-# What stands before and after a formula of a problem. The two sides of an equation count as two formulas.
-FORMULA = re.compile(r"\$|\\[][()]|=")
+# What stands before and after a formula of a problem.
+FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
-    r"""Returns whether an answer only repeats a formula of the problem, such as `\sqrt{242}` of "Simplify
-    $\sqrt{242}$". If the formula is also in the gold answer, it is no repetition."""
-    text = _squeeze(normalise(answer))
-    return bool(re.search(r"\w[-+*/^]|\\[a-z]{2}", text)) and text not in _squeeze(normalise(gold)) and (
-        text in [_squeeze(normalise(formula)) for formula in FORMULA.split(problem)])
+    r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
+    such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If one side of the problem's equation is the gold answer,
+    it is no repetition."""
+    text, known, right = normalise(answer), set(), _bag(normalise(gold).rpartition("=")[2])
+    for formula in map(normalise, FORMULA.split(problem)):
+        sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
+        known |= sides if right not in sides else set()
+    return any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
+               for value in (text, text.rpartition("=")[2]))
+
+
+def _bag(text):
+    """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
+    (-9+x^2). But an equation or a number keeps its order."""
+    text = re.sub(r'"[^"]*"| ', "", text)
+    return text if "=" in text or _number(text) else "".join(sorted(re.sub(r"[][(){}*+?]", "", text)))
 
 
 def _letter(text):
-    match = LETTER.fullmatch(normalise(text).replace('"', "").upper())
+    text = normalise(text).replace('"choices', " choices").replace('"', "")
+    match = LETTER.fullmatch(text.upper() if len(text) < 4 else text)  # (d) is the choice D
     return match and match[2]
 
 

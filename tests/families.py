@@ -28,8 +28,7 @@ LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
 # Name of a test model -> settings of its config.json. The name up to the first `-` is the model_type.
 MODELS = {
-    "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN),
-    "qwen2-untied": dict(),
+    "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN), "qwen2-untied": dict(),
     "qwen3": dict(tie_word_embeddings=True, head_dim=32),
     "llama": dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
     "mistral": dict(sliding_window=None, head_dim=32, rope_parameters=LINEAR),
@@ -37,8 +36,7 @@ MODELS = {
     "granite": dict(attention_bias=True, mlp_bias=True, embedding_multiplier=3.0, logits_scaling=5.0,
                     residual_multiplier=0.4, attention_multiplier=0.3),
     "granite-tied": dict(tie_word_embeddings=True, logits_scaling=8.0),
-    "olmo2": dict(attention_bias=True, rope_parameters=YARN),
-    "olmo3": dict(SLIDING, rope_parameters=YARN),
+    "olmo2": dict(attention_bias=True, rope_parameters=YARN), "olmo3": dict(SLIDING, rope_parameters=YARN),
     "smollm3": dict(SLIDING, use_sliding_window=True, no_rope_layers=[1, 0], attention_bias=True,
                     mlp_bias=True, tie_word_embeddings=False),
     "phi3": dict(sliding_window=None, resid_pdrop=0.5, embd_pdrop=0.5,
@@ -47,8 +45,7 @@ MODELS = {
     "gemma3_text": dict(SLIDING, head_dim=32, query_pre_attn_scalar=20, attention_bias=True, rope_parameters={
         "sliding_attention": dict(rope_type="default", rope_theta=1e3), "full_attention": LINEAR}),
     "gemma3_text-untied": dict(SLIDING, head_dim=32, tie_word_embeddings=False),
-    "glm": dict(head_dim=32, attention_bias=True),
-    "glm4": dict(head_dim=32, attention_bias=True),
+    "glm": dict(head_dim=32, attention_bias=True), "glm4": dict(head_dim=32, attention_bias=True),
     "cohere": dict(logit_scale=0.3, use_qk_norm=True),
     "seed_oss": dict(head_dim=32, attention_bias=True, attention_out_bias=True, mlp_bias=True,
                      residual_dropout=0.5),

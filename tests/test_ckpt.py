@@ -475,8 +475,7 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks, base):
 # Edits of the model folder: name -> (file, old text, new text, part of the error message). If the old text is
 # "", the edit flips one bit of the file. If the message is "", the run resumes.
 EDITS = {
-    "nothing": ("config.json", "{", "{", ""),
-    "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
+    "nothing": ("config.json", "{", "{", ""), "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
     "a sampling default": ("generation_config.json", "{", '{"top_k": 3,', ""),
     "one weight": ("model.safetensors", "", "", "(ref's weights: ['"),
     "a token of no prompt": ("tokenizer.json", '"y":', '"yy":', "(policy's tokenizer: "),

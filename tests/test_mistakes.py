@@ -55,7 +55,7 @@ AT_ONCE = {
     "bounds without 1": ("tiny-grpo --mismatch_bounds 1.5 2", "--mismatch_bounds 1.5 2 leaves out 1"),
     "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
                              "--resample_rounds 1 can't be used together"),
-    "two critics": ("--start_from a --critic_model b", "--start_from has a critic, and --critic_model names"),
+    "two critics": ("tiny-ppo --start_from a --critic_model b", "--start_from has a critic, and --crit"),
     "a round longer than a response": ("tiny-grpo --round_len 49",
                                        "has at most 48 tokens; needed: at most --round_len 48"),
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25",
@@ -73,8 +73,7 @@ AT_ONCE = {
 ON_RANKS = {
     "layout debug": ("--layout debug", "--ranks is 8 (--layout debug), and 2 were started; needed: torchrun"),
     "ranks no multiple of tp": ("--tp 3", "engines of --tp 3; needed: a multiple of 3 ranks"),
-    "no vllm": ("--engine vllm", "vllm can't be imported"),
-    "no GPU": ("--device cuda", "0 GPUs on "),
+    "no vllm": ("--engine vllm", "vllm can't be imported"), "no GPU": ("--device cuda", "0 GPUs on "),
     "a model without tokenizer": ("--model bare", "has no tokenizer; needed: "),
     "a cut tokenizer": ("--model no_words", "the tokenizer in no_words can't be read (JSONDecodeError: "),
     "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),

@@ -37,8 +37,7 @@ def agree(a, b, tolerance=1e-5):
 
 
 JOBS = {
-    "ppo": dict(),
-    "ppo with kl and entropy": dict(kl_coef=0.1, entropy_coef=0.01, lam=0.9, value_clip=None),
+    "ppo": dict(), "ppo with kl and entropy": dict(kl_coef=0.1, entropy_coef=0.01, lam=0.9, value_clip=None),
     "grpo": dict(algo="grpo", aggregation="response"),
     "gspo, whitened": dict(algo="grpo", ratio="sequence", advantage="group_mean_whiten",
                            aggregation="max_len"),

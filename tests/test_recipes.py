@@ -110,8 +110,7 @@ BATCHES = {name: OF_ORZ for name in TABLE if name.startswith("orz-")} | {
     "dapo-7b": ((512 * 16, 16, 512), "sec. 4.1"),
     "dr-grpo-7b": ((128 * 8, 8, 128),
                    "the script for Qwen2.5-7B in the paper's code; the preset has ORZ's batch instead"),
-    "gspo-7b": ((None, 4, None), "sec. 5.1"),
-    "cispo-7b": ((None, 16, None), "sec. 3.1"),
+    "gspo-7b": ((None, 4, None), "sec. 5.1"), "cispo-7b": ((None, 16, None), "sec. 3.1"),
     "scale-rl-7b": ((8 * 768, 8, 768), "sec. 3.1 (PPO-off-policy-8) and A.3"),
     "open-r1-1.5b-grpo": ((7 * 16 * 4, 1, 448), "config_demo.yaml"),
     "rlvr-8b": ((7 * 32, 4, 224), "table 21, Open-Instruct's tulu3.md")}

@@ -301,8 +301,7 @@ def test_custom_reward(custom):
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
-    "answers.py": "from configs import VALUE",
-    "mine.py": """
+    "answers.py": "from configs import VALUE", "mine.py": """
 import answers
 import package.part
 import utils

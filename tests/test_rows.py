@@ -41,10 +41,8 @@ SHORT = {  # word in a row -> text that replaces the word
                  ("assistant", "2")),
     "ASSISTANT": said(("assistant", "x")),
     "BLANK": said(("user", " ")), "EMPTY": said(("system", ""), ("user", Q)),
-    "SYSTEM_LAST": said(("user", Q), ("system", "x")),
-    "NARRATOR": said(("narrator", "x"), ("user", Q)),
-    "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]',
-    "DEEP": "[" * 99_999,
+    "SYSTEM_LAST": said(("user", Q), ("system", "x")), "NARRATOR": said(("narrator", "x"), ("user", Q)),
+    "FOUR": f'"question": "{Q}", "choices": ["5", "2", "6", "7"]', "DEEP": "[" * 99_999,
     "MANY": json.dumps(list(range(27)))}
 
 
@@ -272,8 +270,7 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}'
     ("d.jsonl", b"\xff\xfe" + GOOD.decode().encode("utf-16-le"), "row 1 can't be read"),
     ("d.jsonl", GOOD + b"\n" + GOOD.replace(b"2", b"\xe9"), "row 2 can't be read"),
     ("d.json", b"[" + GOOD + b" " + GOOD + b"]", "can't be read"),
-    ("d.json", b"[" + GOOD + b", " + GOOD, "can't be read"),
-    ("d.json", b"[" + GOOD + b",", "can't be read"),
+    ("d.json", b"[" + GOOD + b", " + GOOD, "can't be read"), ("d.json", b"[" + GOOD + b",", "can't be read"),
     ("d.json", b"[]", "is empty"), ("d.json", b"\xef\xbb\xbf", "is empty"), ("d.jsonl", b"\n \n", "is empty"),
     ("d.json", b"[" + GOOD + b"] more", "can't be read")])
 def test_files_are_read_row_by_row(name, content, numbers, tmp_path):
