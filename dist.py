@@ -10,7 +10,6 @@ import logging
 import os
 import pickle
 import secrets
-import socket
 import sys
 import time
 import warnings
@@ -81,10 +80,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     """Join the ranks that torchrun started; without torchrun, this process is the only rank. With CUDA,
     raises UserError if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                               MASTER_PORT=str(s.getsockname()[1]))
+        os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+                           MASTER_PORT="0")  # port 0 is any free port
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:
