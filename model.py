@@ -61,10 +61,12 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     family = config.model_type
     wrong = [name for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ())) if getattr(config, name, None)]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
-    wrong += {*(getattr(config, "layer_types", None) or ())} - LAYERS
+    layers = {*(getattr(config, "layer_types", None) or ())}
+    wrong += layers - LAYERS
     if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
         wrong += ["an untied head"]
-    if has_window(config) and torch.cuda.is_available() and "window_size" not in _varlen_options():
+    has_window = getattr(config, "sliding_window", None) and (not layers or "sliding_attention" in layers)
+    if has_window and torch.cuda.is_available() and "window_size" not in _varlen_options():
         wrong += [f"sliding windows, which varlen_attn of torch {torch.__version__} lacks"]
     require(not wrong, f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "
             f"{', '.join(wrong)}", "a model without them (docs/models.md)")
@@ -75,12 +77,6 @@ def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
-
-
-def has_window(config: PreTrainedConfig) -> bool:
-    """Returns whether some layers attend only to the last config.sliding_window tokens."""
-    types = getattr(config, "layer_types", None)
-    return bool(getattr(config, "sliding_window", None)) and (not types or "sliding_attention" in types)
 
 
 # --- taking rows several times
