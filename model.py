@@ -541,11 +541,7 @@ def load_critic(path: str, device: Device = "cpu",
 
     If the folder has no critic head, the head's weights are random, drawn with `seed`: normal with standard
     deviation 1 / (D + 1), as in Open-Reasoner-Zero's code."""
-    critic = _load(Critic, path, device, shard_fn)
-    if "score.weight" not in dist.tensors_in(path):
-        head = torch.randn(critic.score.weight.shape, generator=torch.Generator().manual_seed(seed))
-        dist.fill(critic.score.weight, head / (critic.config.hidden_size + 1))
-    return critic
+    return _load(Critic, path, device, shard_fn, seed)
 
 
 # Tensors that a folder's files may have although the Policy or Critic has no such parameter.
@@ -573,13 +569,16 @@ def on_meta(kind: type, path: str) -> PackModel:
     return model
 
 
-def _load(kind, path, device, shard_fn):
-    """Returns a Policy or Critic with the folder's weights. Raises UserError, see `on_meta`."""
+def _load(kind, path, device, shard_fn, seed=0):
+    """Returns a Policy or Critic with the folder's weights. `load_critic` describes a head that the folder
+    lacks. Raises UserError, see `on_meta`."""
     model = shard_fn(on_meta(kind, path))
     model.allocate(device)
     state = dict(model.named_parameters())
-    if "score.weight" not in dist.tensors_in(path):  # load_critic draws a new head
-        state.pop("score.weight", None)
+    if kind is Critic and "score.weight" not in dist.tensors_in(path):
+        head = state.pop("score.weight")
+        drawn = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
+        dist.fill(head, drawn / (model.config.hidden_size + 1))
     dist.load_files(state, path)
     return model
 
