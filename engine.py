@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import itertools
 import operator
 import os
 import resource
@@ -239,7 +238,11 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     # text begins with a wrong character. The 8 extra tokens keep this character out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     tail, after = before[-window:].tolist(), after[:window].tolist()
-    texts = [tokenizer.decode([*tail, *after[:count]]) for count in range(len(after) + 1)]
-    counts = [[text.count(s) for s in stop] for text in texts]
-    completes = [any(map(operator.gt, now, previous)) for previous, now in itertools.pairwise(counts)]
-    return completes.index(True) + 1 if True in completes else 0
+    previous = []  # how often each stop string occurred with one token less
+    for count in range(len(after) + 1):
+        text = tokenizer.decode([*tail, *after[:count]])
+        now = [text.count(s) for s in stop]
+        if any(map(operator.gt, now, previous)):
+            return count
+        previous = now
+    return 0
