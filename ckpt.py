@@ -563,8 +563,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
-        error, _ = _attempt(_write_export, out, state, exported_config(model, source), tokenizer, source,
-                            facts or {})
+        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts or {})
         remove_unfinished(out.with_name(glob.escape(out.name)))
         require(not error, f"{out} can't be written ({error})", "space and permission there, and then the "
                 "same command, or ckpt.py export (the checkpoints are intact)")
@@ -572,7 +571,12 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
     dist.together(write if _is_main() else lambda: None)
 
 
-def _write_export(out, state, config, tokenizer, source, facts):
+def _write_export(out, state, model, tokenizer, source, facts):
+    config = load_config(source)  # not model.config, which names torz's own attention function
+    config.dtype = "bfloat16"
+    if isinstance(model, Critic):
+        config.architectures = [critic_class(config).__name__]
+        config.num_labels = 1
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
@@ -587,15 +591,6 @@ def _write_export(out, state, config, tokenizer, source, facts):
     if is_export(out):
         out.rename(old)
     temp.rename(out)  # fails if `out` exists and is not an empty folder
-
-
-def exported_config(model: nn.Module, source: str) -> PreTrainedConfig:
-    config = load_config(source)  # not model.config, which names torz's own attention function
-    config.dtype = "bfloat16"
-    if isinstance(model, Critic):
-        config.architectures = [critic_class(config).__name__]
-        config.num_labels = 1
-    return config
 
 
 def critic_class(config: PreTrainedConfig) -> type:
