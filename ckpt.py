@@ -299,7 +299,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     cut = [name for name, entry in files.items() if (temp / name).stat().st_size != entry["bytes"]]
     if cut:
         raise OSError(f"{cut[0]} was not written completely")
-    if final.is_dir() and not final.is_symlink() and read_mark(final) is None:
+    if final.is_dir() and not final.is_symlink() and not read_mark(final):
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
     (temp / "COMPLETE").write_text(json.dumps(files))
     _sync(state, temp / "COMPLETE", temp)
@@ -363,16 +363,16 @@ def step_folder(out: Path, step: int) -> Path:
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
     found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
-    return sorted((p for p in found if read_mark(p) is not None), key=lambda p: (len(p.name), p.name))
+    return sorted((p for p in found if read_mark(p)), key=lambda p: (len(p.name), p.name))
 
 
-def read_mark(folder: Path) -> Files | None:
-    """Returns the content of COMPLETE, or None if there is no such file. If COMPLETE is not JSON, returns an
+def read_mark(folder: Path) -> Files:
+    """Returns the content of COMPLETE, or {} if there is no such file. If COMPLETE is not JSON, returns an
     entry without a checksum, so that `damaged` reports this file."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
     except OSError:
-        return None
+        return {}
     except ValueError:
         return {"COMPLETE": {}}
 
@@ -383,7 +383,7 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     # A resumed run reads all files that match the two patterns below. One that COMPLETE does not list was
     # added after the save, so it counts as changed.
     foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
-    for name, entry in sorted((foreign | (read_mark(folder) or {})).items())[rank::ranks]:
+    for name, entry in sorted((foreign | read_mark(folder)).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
         if error or found[name] != entry:
             return name
@@ -434,7 +434,7 @@ def named(name: str) -> Path:
     path = Path(name)
     of_run = path.parent / "ckpt"
     places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
-    found = next((p for p in places if read_mark(p) is not None), None)
+    found = next((p for p in places if read_mark(p)), None)
     there = ", ".join(p.name for p in complete(path.parent))
     require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
             "the folder of a run, or a folder ckpt/step_NNNNNN that contains COMPLETE")

@@ -221,7 +221,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
 def marked(out, steps):
     for step in steps:
         ckpt.step_folder(out, step).mkdir(parents=True)
-        (ckpt.step_folder(out, step) / "COMPLETE").write_text("{}")
+        (ckpt.step_folder(out, step) / "COMPLETE").write_text('{"state.json": {}}')
     return [ckpt.step_folder(out, step) for step in steps]
 
 
