@@ -585,11 +585,10 @@ def _load(kind, path, device, shard_fn, seed=0):
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     """Yields (name, whole tensor) of the parameters in the folder's files, for Engine.awake. Raises UserError
-    as `load_config` does."""
-    tied = load_config(path).tie_word_embeddings
-    left_out = tuple(name for name in NOT_OURS if tied or name != "lm_head.weight")
+    as `on_meta` does."""
+    ours = dict(on_meta(Policy, path).named_parameters())
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118  f is not a dict
-                if not name.endswith(left_out):
+                if name in ours:
                     yield name, f.get_tensor(name).to(device, dtype)
