@@ -91,7 +91,7 @@ class FusedDecoder:
     and so less time on a CPU. For other model types, it calls Policy.hidden."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy, self.layers = policy, []
+        self.policy = policy
         self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
