@@ -446,7 +446,7 @@ def read_state(folder: Path) -> Facts:
     of the checkpoint is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
-    require(not bad, f"{folder / bad} is damaged: its content has changed since it was saved",
+    require(not bad, f"{folder / bad} is damaged: it has changed since it was saved, or is gone",
             f"an older checkpoint (move {folder} away and type the same command)")
     return json.loads((folder / "state.json").read_text())
 

@@ -33,6 +33,8 @@ from configs import UserError, explained, require, short_hash
 
 # DCP warns when a single process reads or writes a checkpoint. Nothing is wrong then.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+# A rank that has no sample computes the standard deviation of nothing.
+warnings.filterwarnings("ignore", message=r"std\(\): degrees of freedom")
 T = TypeVar("T")
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks
@@ -82,6 +84,8 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                            MASTER_PORT="0")  # port 0 is any free port
+    require({"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys(),
+            "RANK is set, but WORLD_SIZE or LOCAL_RANK is not", "unset RANK, or torchrun")
     rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:

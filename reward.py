@@ -141,7 +141,8 @@ def _responses(path, kind="math"):
                 row["response"] = "\n".join(row["segments"][::2])
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
-            require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}", needed.__name__)
+            require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}",
+                    f"{needed.__name__} (columns: {', '.join(row)})")
         require(row["kind"] in KINDS, f"{where}: 'kind' is {row['kind']!r}", f"one of {', '.join(KINDS)}")
         yield row
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 import reward
+import dist
 from configs import UserError, check_paths, parse, tyro_errors
 from engines import vllm_engine
 from tools import report
@@ -210,6 +211,12 @@ def test_without_the_environment_a_command_says_what_to_activate():
     for words in ("train.py", "ckpt.py", "reward.py", "-mtools.plan", "-mtools.report", "-mtools.tiny"):
         done = subprocess.run([sys.executable, "-S", words], cwd=ROOT, capture_output=True, text=True)
         assert done.stderr == f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate\n"
+
+
+def test_a_rank_without_torchrun_is_one_line(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match="RANK is set, but WORLD_SIZE or LOCAL_RANK is not; needed: unset RANK"):
+        dist.init()
 
 
 def test_a_mistake_that_launched_ranks_find_is_the_only_line(base, tiny, tmp_path):

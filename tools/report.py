@@ -79,7 +79,7 @@ def _draw(axis, lines, scale):
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
         axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
                           alpha=0.2)
-    if scale == "log":
+    if scale == "log" and any((values > 0).any() for _, values in lines.values()):
         axis.set_yscale("log")
     elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
         axis.set_ylim(-1.02, 1.02)
