@@ -89,7 +89,7 @@ def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
                               ref_refresh=True)
     shape = plan.read_shape(cfg.model)
     for used in run_ranks(2, updated, cfg):
-        instants = dict(plan.memory(plan.Case(cfg, 2, [shape, shape], None)))
+        instants = dict(plan.memory(plan.Case(cfg, 2, [shape] * 3, None)))
         said = [instants[name] for name in ("policy", "critic")]
         for name, taken in used.items():
             assert taken == pytest.approx(sum(s[name] for s in said), rel=0.01), name
@@ -109,7 +109,7 @@ def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
 
 def case(*argv: str, gpu: str = "H100", world: int = 8, model: str = "7b", **more) -> plan.Case:
     shape, argv = plan.KNOWN[model], argv if "--shard_ranks" in argv else (*argv, "--shard_ranks", "0")
-    return plan.Case(parse(argv), world, [shape, shape], plan.GPUS.get(gpu), local=min(world, 8), **more)
+    return plan.Case(parse(argv), world, [shape] * 3, plan.GPUS.get(gpu), local=min(world, 8), **more)
 
 
 def memory(c: plan.Case) -> dict[str, Counter]:
@@ -159,7 +159,7 @@ def test_a_sleeping_engine_and_the_copies_of_a_sync_are_counted():
 def test_a_critic_of_another_shape_is_counted_as_itself():
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same = case("orz-7b", world=32)
-    small = dataclasses.replace(same, shapes=[seven, half])
+    small = dataclasses.replace(same, shapes=[seven, half, seven])
     assert small.params == {"critic": half.critic_params, "policy": seven.policy_params}
     of_policy = [[usage for phase, usage in plan.memory(c) if phase == "policy"] for c in (same, small)]
     assert of_policy[0] == of_policy[1] and len(of_policy[0]) > 1
@@ -200,7 +200,7 @@ def test_on_a_cpu_auto_counts_the_machines_memory():
     """The ranks share the machine's memory. If its size is unknown, nothing is recomputed."""
     shape = plan.KNOWN["0.5b"]
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], recompute="auto")
-    c = plan.Case(cfg, 2, [shape, shape], None, local=2)
+    c = plan.Case(cfg, 2, [shape] * 3, None, local=2)
     most, *_, least = peaks(c, "policy").values()
     for host, whole in ((0, None), (2.2 * most / 0.92, None), (2.02 * least / 0.92, shape.layers)):
         assert dataclasses.replace(c, host=host).kept == {"policy": (whole, True)}
@@ -362,7 +362,7 @@ def test_what_cant_fit_is_refused_with_a_remedy_that_fits(how, flag):
 
 def test_a_machine_with_too_little_memory_is_refused():
     shape = plan.KNOWN["7b"]
-    small = plan.Case(PRESETS["tiny-ppo"], 2, [shape, shape], None, local=2, host=16 * GIB)
+    small = plan.Case(PRESETS["tiny-ppo"], 2, [shape] * 3, None, local=2, host=16 * GIB)
     assert "a rank has 8.0 GiB" in plan.shortage(small)
     assert not plan.shortage(dataclasses.replace(small, host=2000 * GIB))
     hosts = case("orz-7b", "--layout", "production", world=32, host=32 * GIB)

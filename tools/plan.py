@@ -154,8 +154,7 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    # Shapes of policy, critic and reference. If there are only two, the reference is shaped like the policy.
-    shapes: list[Shape]
+    shapes: list[Shape]  # of policy, critic and reference
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0 if unknown
@@ -163,7 +162,7 @@ class Case:
 
     def __post_init__(self) -> None:
         cfg, on_gpu = self.cfg, self.gpu is not None
-        self.policy, critic, self.ref = [*self.shapes, self.shapes[0]][:3]
+        self.policy, critic, self.ref = self.shapes
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
         self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}

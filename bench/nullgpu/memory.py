@@ -62,7 +62,7 @@ def case_of(name: str, recompute: str) -> plan.Case:
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset, "--recompute", recompute, "--shard_ranks", "0"])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
-    return plan.Case(cfg, world, [shape, shape], gpu, local=min(world, configs.NODE))
+    return plan.Case(cfg, world, [shape] * 3, gpu, local=min(world, configs.NODE))
 
 
 def measure(name: str, recompute: str) -> list[dict]:

@@ -108,7 +108,7 @@ def make_pack(args: argparse.Namespace, cfg: configs.Config, device: torch.devic
 def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) -> plan.Case:
     shape = dataclasses.replace(plan.KNOWN[args.size], layers=args.layers or plan.KNOWN[args.size].layers)
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
-    return plan.Case(cfg, world.size, [shape, shape], gpu, local=min(world.size, configs.NODE))
+    return plan.Case(cfg, world.size, [shape] * 3, gpu, local=min(world.size, configs.NODE))
 
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
