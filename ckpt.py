@@ -550,9 +550,9 @@ def check_export_path(out: Path) -> None:
 
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
-              facts: Facts | None = None) -> None:
+              facts: Facts) -> None:
     """Write the Hugging Face folder `out` in bf16. All ranks must call this function. `source`: folder of the
-    base model.
+    base model. `facts`: see `marker`.
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     dist.together(check_export_path, out)
@@ -563,7 +563,7 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
-        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts or {})
+        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
         remove_unfinished(out.with_name(glob.escape(out.name)))
         require(not error, f"{out} can't be written ({error})", "space and permission there, and then the "
                 "same command, or ckpt.py export (the checkpoints are intact)")
@@ -583,7 +583,7 @@ def _write_export(out, state, model, tokenizer, source, facts):
     save_torch_state_dict(state, temp)
     config.save_pretrained(temp)
     tokenizer.save_pretrained(temp)
-    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"]) if facts else ""
+    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
     if template:
         (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
     for file in Path(source).glob("generation_config.json"):

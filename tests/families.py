@@ -157,7 +157,8 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
     policy, critic, p = model.load_policy(path), model.load_critic(path, seed=1), data.pack(samples)
     for name, module in ("policy", policy), ("critic", critic):
         round_to_bf16(module)
-        ckpt.export_hf(dist.full_weights(module), module, tokenizer, path, out / name)
+        facts = {"prompt": "{problem}", "system_prompt": ""}
+        ckpt.export_hf(dist.full_weights(module), module, tokenizer, path, out / name, facts)
     with torch.no_grad():
         logp, value = model.logprobs(policy, p, 1.0)[0], model.values(critic, p)
         want = original_logp(original(str(out / "policy")), samples, 1.0)

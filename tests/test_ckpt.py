@@ -627,7 +627,9 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
 def exported(base, out):
     dist.init("cpu", "float32")
     policy, tokenizer = load_policy(base.model), load_tokenizer(base.model)
-    return ranks.message_of(ckpt.export_hf, dist.full_weights(policy), policy, tokenizer, base.model, out)
+    facts = {"prompt": "{problem}", "system_prompt": ""}
+    return ranks.message_of(ckpt.export_hf, dist.full_weights(policy), policy, tokenizer, base.model, out,
+                            facts)
 
 
 @pytest.mark.parametrize("disk", ["64k"], indirect=True)
