@@ -156,8 +156,7 @@ def base(tiny, tmp_path_factory):
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "reward.py").write_text(REWARD)
-    return dataclasses.replace(
-        PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",),
+    return dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",),
         eval_data=(f"{folder}/train.jsonl",), reward=(f"{folder}/reward.py:digits",),
         stop=tuple(string.ascii_lowercase), device="cpu", dtype="float32", prompts_per_step=8,
         samples_per_prompt=4, max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2,

@@ -27,8 +27,7 @@ LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, original_max_posit
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=2.0)
 
 # Name of a test model -> settings of its config.json. The name up to the first `-` is the model_type.
-MODELS = {
-    "qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN), "qwen2-untied": dict(),
+MODELS = {"qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN), "qwen2-untied": dict(),
     "qwen3": dict(tie_word_embeddings=True, head_dim=32),
     "llama": dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
     "mistral": dict(sliding_window=None, head_dim=32, rope_parameters=LINEAR),

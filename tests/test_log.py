@@ -52,8 +52,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
 
 
 # Alarm -> (metrics that raise it, maximum number of steps until it is raised, words of its text).
-WRONG = {
-    "entropy": ({"entropy": 0.02}, 5, ["0.02", "(first step: 0.3)", "--policy_lr"]),
+WRONG = {"entropy": ({"entropy": 0.02}, 5, ["0.02", "(first step: 0.3)", "--policy_lr"]),
     "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
     "truncated": ({"truncated": 0.9}, 5, ["%", "--max_response_len 48"]),
     "uniform": ({"uniform_groups": 0.95}, 5, ["%", "--samples_per_prompt"]),
@@ -418,8 +417,7 @@ TEXT = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 TABLE = re.findall(r"^\| `([^`]+)` \| [^|]+ \| [^|]+ \|$", TEXT, re.M)
 METRICS = {name: re.sub("<.+?>", "[^/]+", name) for name in TABLE}  # in the table, <…> stands for any name
 # Metric -> the settings that a run must have to log it.
-ONLY = {
-    "turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
+ONLY = {"turns": dict(env="FILE.py:respond"), "response_len/sampled": dict(env="FILE.py:respond"),
     **dict.fromkeys(["carried", "staleness/mean", "staleness/max"], dict(round_len=12, carry=0.5)),
     "kl": dict(kl_coef=0.1), "time/ref": dict(kl_coef=0.1), "time/old_logp": dict(policy_updates=2),
     "solved": dict(skip_solved=0.5), "eval/<set>/pass@<k>": dict(eval_samples=(4,)),

@@ -53,8 +53,7 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
 GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="group_mean_std", ratio="token",
                   aggregation="token")
 OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
-TABLE = {
-    "orz-7b": ORZ,
+TABLE = {"orz-7b": ORZ,
     "orz-0.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo.py
     "orz-0.5b-1gpu": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo_1gpu.py
     "orz-1.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.7),  # orz_1p5b_ppo.py
@@ -139,8 +138,7 @@ def test_every_preset_is_its_recipe(name):
 
 
 # Preset -> changes. Each change takes away one part of the preset's algorithm.
-TERMS = {
-    "orz-7b-grpo": [dict(advantage="group_mean")],
+TERMS = {"orz-7b-grpo": [dict(advantage="group_mean")],
     "dapo-7b": [dict(clip_high=0.2), dict(policy_updates=1), dict(overlong_buffer=0), dict(resample_rounds=0),
                 dict(aggregation="response"), dict(reward=("digits",))],
     "dr-grpo-7b": [dict(advantage="group_mean_std"), dict(aggregation="token")],

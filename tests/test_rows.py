@@ -114,8 +114,7 @@ READ = {
     r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math")}
 
 # Row that is refused -> words of the error message.
-REFUSED = {
-    **{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
+REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
        ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
     '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
