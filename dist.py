@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 from configs import UserError, explained, require, short_hash
 
 # DCP warns when a single process reads or writes a checkpoint. Nothing is wrong then.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 # A rank that has no sample computes the standard deviation of nothing.
-warnings.filterwarnings("ignore", message=r"std\(\): degrees of freedom")
+warnings.filterwarnings("ignore", r"std\(\): degrees of freedom")
 T = TypeVar("T")
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks

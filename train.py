@@ -296,7 +296,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
-    noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from", "")
+    noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from")
     check_same("reads", read | noted, "the same files on every machine")
     cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
     planned = check_fit(cfg, world, epoch_len(problems), say)
@@ -773,7 +773,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
             run.saver.save(step + 1, run.carried)
     metrics |= step_metrics(meter, run.world, run.engine, start)
     log.step(step, metrics)
-    if run.world.main:
+    if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
@@ -790,7 +790,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
         m = meter.reduce(dist.all_sum, dist.all_max)
 
     def variance(name):
-        return max(m[f"{name}²"] - m[name] ** 2, 0.0)
+        return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
 
     m["response_len/std"] = variance("response_len") ** 0.5
     if "returns" in m:

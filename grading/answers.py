@@ -276,6 +276,9 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
      r" ?[a-z](?:,[a-z])*"
      r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
      r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
+    # The x\ne1 of x+1, x\ne1. But the x\ne1 of x>0, x\ne1 is no condition, nor is the x>1 of x=0, x>1.
+    (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])-?[\w.]+\)?$',
+     lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}=|^[^{m[1]}]*$", m.string[:m.start()]) else ""),
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
@@ -676,7 +679,6 @@ def _number(text):
 # contain, and when. In "A equals B" and "A does not equal B", A is the answer and B the gold answer.
 #
 #     fraction of integers        always: 6/8. But if its value is an integer (84/2), it counts as a product.
-#                                 So does \frac{\sqrt{30}}{\sqrt3}, because 30/3 is an integer
 #     sum of like terms           if the gold answer has such a sum: 2\pi+3\pi does not equal 5\pi
 #     product of numbers          if the gold answer has such a product or a power of a number:
 #                                 2\cdot2^{2023} equals 2^{2024}
@@ -761,7 +763,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     text, known, right = normalise(answer), set(), _bag(normalise(gold).rpartition("=")[2])
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
-        known |= sides if right not in sides else set()
+        if right not in sides:
+            known |= sides
     return any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
                for value in (text, text.rpartition("=")[2]))
 
@@ -991,8 +994,7 @@ def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
     from sympy import Abs, Add, Expr, I, Mul, denom, flatten, numer
 
-    ratios = re.sub(r"\{\\sqrt(\{\d+\})\}\{\\sqrt", r"\1", text)  # \frac{\sqrt{30}}{\sqrt{3}} -> \frac{30}{3}
-    found = {"product" for match in RATIO.finditer(ratios) if not _number(match[0])}
+    found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
         value = node.doit()
         if len(Add.make_args(value)) < sum(len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)):

@@ -628,7 +628,7 @@ class Grader(AbstractContextManager):
                                 "imported it; needed: the files of the run's start, and the same command")
             return
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
-        requests = self._chunks.pop(chunk, [])
+        requests = self._chunks.pop(chunk)
         if outcomes is None:
             for request in requests:
                 self._send([request])

@@ -305,7 +305,9 @@ x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
 \frac{\sqrt3}{4} ~ \sqrt3/4 ~ 0.25\sqrt3 ~~ \frac12\cdot\frac{\sqrt3}{2} ~ \frac{\sqrt{15}}{4\sqrt5}\cdot1
 \frac{10\pi}{3} ~ \frac{20\pi}{6} ~ \frac{10}{3}\pi ~~ \frac23\cdot5\pi ~ \frac16(20\pi)
-\sqrt{10} ~ \frac{10}{\sqrt{10}} ~~ \frac{\sqrt{30}}{\sqrt3} ~ \sqrt{30}/\sqrt3
+\sqrt{10} ~ \frac{10}{\sqrt{10}}
+x+1 ~ x+1,x\ne1 ~ x+1\quad(x\neq-1) ~ x+1\text{ for }x>0 ~~ x-1,x\ne1 ~ x,x\ge1
+x^2+y=1 ~ x^2+y=1(y\ne0) ~~ x^2+y=2(y\ne0)
 2\sqrt2 ~ \frac{4}{\sqrt2} ~~ \frac{4\sqrt6}{2\sqrt3} ~ \max(2\sqrt2,1) ~ \min(2\sqrt2,3)
 \log_25 ~ \ln5/\ln2 ~~ \ln2/\ln5
 n(2n+1) ~ n(2 n+1) ~ 2 n^2+n ~~ n(2n-1)

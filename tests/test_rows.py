@@ -53,8 +53,7 @@ def fill(line: str) -> str:
 ABCD = f"{Q}\nA. 5\nB. 2\nC. 6\nD. 7"
 
 # Row -> (problem, gold answer, kind of answer).
-READ = {
-    '{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
+READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     # format of GSM8K
     r'{"question": "1+1=", "answer": "We add 1 and 1.\n#### 42"}': (Q, "42", "math"),
     r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1,234", "math"),

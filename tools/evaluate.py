@@ -209,7 +209,7 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
     models were trained with different settings."""
     found: dict[str, Any] = {}
     for facts in filter(None, map(_trained, models)):
-        template, unused = facts["template"], set(given)
+        template, unused = facts["template"], given
         if "template" not in given:
             require(prompt_form(template) == facts["prompt"],
                     f"{template} has another text than at the training", "that text, or another --template")

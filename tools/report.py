@@ -10,6 +10,7 @@ runs, and a band from the lowest to the highest run.
 import argparse
 import base64
 import re
+import warnings
 from collections.abc import Sequence
 from html import escape
 from itertools import chain
@@ -20,6 +21,9 @@ import numpy as np
 from configs import explained, read_json, read_jsonl, require, shorten, show, user_errors
 from log import NAN, read_metrics
 from tools.plan import as_text
+
+# A metric that is 0 in the whole run has no logarithm, and its panel stays empty.
+warnings.filterwarnings("ignore", "Data has no positive values")
 
 
 def _keys_of(rows, pattern):
@@ -79,7 +83,7 @@ def _draw(axis, lines, scale):
         line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
         axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
                           alpha=0.2)
-    if scale == "log" and any((values > 0).any() for _, values in lines.values()):
+    if scale == "log":
         axis.set_yscale("log")
     elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
         axis.set_ylim(-1.02, 1.02)
