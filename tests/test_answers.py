@@ -102,7 +102,7 @@ REWRITES = lines(r"""
 x\le3 ~ (-\infty,3] ~ x \leq 3 ~ x ≤ 3 ~ 3\ge x
 [1,4) ~ 1\le x<4 ~ \left[1,\,4\right) ~ 4>x\ge1 ~~ (1,4) ~ [1,4] ~ 1<x<4 ~ 1,4 ~ [4,1)
 (-\infty,1)\cup(2,\infty) ~ x<1\text{ or }x>2 ~ (2,\infty)\cup(-\infty,1) ~~ (-\infty,1]\cup(2,\infty) ~ 1<x<2
-x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
+x\ne1 ~ x\in\mathbb{R},x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{1\}
 52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9 ~~ 52_8 ~ 52 ~ 47 ~ 529
 7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
 3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117} ~ \sqrt{13}\times3
