@@ -278,7 +278,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
      r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
     # The x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1 it is a part of the answer.
     (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])-?[\w.]+\)?$',
-     lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$", m.string[:m.start()]) else ""),
+     lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$",
+                                 m.string[:m.start()]) else ""),
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
     (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
     (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
