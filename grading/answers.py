@@ -20,7 +20,7 @@ What counts as equal:
   such a gold answer.
 - A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
   equals `1/3`, `0.33` does not. Two decimals with the same number of places must be equal. Integers are
-  exact.
+  exact. In an expression such as `1.8333333333333\pi`, a decimal must be right to 12 digits.
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
@@ -718,7 +718,7 @@ SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # which `normalise` makes of `(A) 15`. A) does not match.
 LETTER = re.compile(r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
                     r"(?:.+ choices |(?i:choice|option) )?"
-                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?!.*\b[A-J]\b).+)")
+                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)")
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -978,7 +978,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
                 return a == b
             # maxn: number of digits to which sympy computes if a and b are nearly equal
-            limit = (tolerance or 1e-6) if decimal else 1e-300
+            limit = (tolerance or 1e-6) if decimal else 1e-12 if "." in answer else 1e-300
             return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
         if isinstance(left, Eq) and isinstance(right, Eq):
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))

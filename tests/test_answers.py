@@ -144,7 +144,7 @@ ABC ~ \text{ABC} ~~ CBA ~ AB ~ A, B, C
 2:30\text{ p.m.} ~ 2:30 PM ~ 2:30 ~~ 2:30 AM
 1\pm\sqrt2 ~ 1+\sqrt2, 1-\sqrt2 ~ \{1\pm\sqrt2\} ~~ 1+\sqrt2
 \{1\pm\sqrt5,-2\} ~ -2,1\pm\sqrt5 ~ \{1+\sqrt5,-2,1-\sqrt5\} ~~ \{1\pm\sqrt5,2\}
-\text{(C)} ~ (C) 15 ~ \textbf{(C)}\ 15 ~ \text{C. 15} ~ C. \frac12 ~ C. x^2+1 ~ C ~~ (B) 15 ~ C. 1 or B. 3
+\text{(C)} ~ (C) 15 ~ \textbf{(C)}\ 15 ~ \text{C. 15} ~ C. x^2+1 ~~ (B) 15 ~ \text{(C)}+1 ~ (C), 3 ~ (C) or 3
 \begin{pmatrix}1\\2\end{pmatrix} ~ \begin{bmatrix} 1 \\ 2 \end{bmatrix} ~~ \begin{pmatrix}1&2\end{pmatrix}
 \begin{pmatrix}1\\2\end{pmatrix} ~~ \begin{pmatrix}2\\1\end{pmatrix}
 y=2x+1 ~ 2x+1 ~ 2x-y+1=0 ~~ y=2x-1 ~ y>2x+1 ~ z=2x+1
@@ -203,7 +203,7 @@ r=3,\theta=\frac{\pi}{4} ~ (3,\frac{\pi}{4}) ~ \theta=\frac{\pi}{4},r=3 ~~ (\fra
 31 ~~ 1\,030
 7 ~~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
 7 ~~ 5$ $7
-\pi ~~ 3.14 ~ 3.1416 ~ 1.0000001\pi ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
+\pi ~ 1.0000000000000001\pi ~~ 3.14 ~ 3.1416 ~ 1.0000001\pi ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
 0.00001234 ~~ 0.000012
 10\text{ cm} ~~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
 \$5 ~~ 5 cents ~ €5 ~ 5 million
