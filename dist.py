@@ -33,8 +33,6 @@ from configs import UserError, explained, require, short_hash
 
 # DCP warns when a single process reads or writes a checkpoint. Nothing is wrong then.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-# A rank that has no sample computes the standard deviation of nothing.
-warnings.filterwarnings("ignore", r"std\(\): degrees of freedom")
 T = TypeVar("T")
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks
