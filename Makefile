@@ -45,10 +45,10 @@ $(BASE)/tiny.json: .venv/.demo
 	.venv/bin/python -m tools.tiny $(BASE) --seed $(SEED)
 
 # glibc keeps the memory that a step frees. Otherwise it goes back to the kernel and returns one page at a time:
-# some ten thousand page faults, a tenth of an update's time in the demo. Not for `test`, which measures memory.
-demo rehearse chaos bench: export MALLOC_TRIM_THRESHOLD_ := 2147483647
-demo rehearse chaos bench: export MALLOC_TOP_PAD_ := 67108864
-demo rehearse chaos bench: export MALLOC_MMAP_THRESHOLD_ := 33554432
+# some ten thousand page faults, a tenth of an update's time in the demo.
+demo rehearse chaos bench test: export MALLOC_TRIM_THRESHOLD_ := 2147483647
+demo rehearse chaos bench test: export MALLOC_TOP_PAD_ := 67108864
+demo rehearse chaos bench test: export MALLOC_MMAP_THRESHOLD_ := 33554432
 
 # An interrupted demo continues from its last checkpoint; a finished one is moved aside and a new one starts.
 demo: $(BASE)/tiny.json
@@ -64,7 +64,7 @@ gsm8k: .venv/.demo
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 # Two processes at once take half the time on two cores. All tests that start vLLM are in one of them.
-WITH_VLLM := $(patsubst %,tests/test_%.py,families mistakes recipes train turns z_engines)
+WITH_VLLM := $(patsubst %,tests/test_%.py,families mistakes recipes train z_engines)
 
 test: .venv/.test
 	.venv/bin/ruff check .

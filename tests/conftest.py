@@ -1,9 +1,13 @@
 """Fixtures and helpers that several test files share."""
 
+import atexit
 import dataclasses
 import json
 import os
+import runpy
+import signal
 import string
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +24,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
+
+from bench.rehearse import free_port
 
 torch.set_num_threads(1)
 
@@ -101,15 +107,11 @@ def _rank(target, rank, world, port, file, args):
 def start_ranks(world: int, target, *args):
     """Starts ranks that run target(*args). Returns the processes and a folder for the results."""
     import multiprocessing as mp
-    import socket
     import tempfile
 
     assert not torch.distributed.is_initialized()
     context = mp.get_context("fork")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    folder = tempfile.TemporaryDirectory()
+    folder, port = tempfile.TemporaryDirectory(), free_port()
     processes = [context.Process(target=_rank, args=(target, r, world, port, f"{folder.name}/{r}", args))
                  for r in range(world)]
     for p in processes:
@@ -128,6 +130,27 @@ def run_ranks(world: int, target, *args):
             p.join()
         assert all(p.exitcode == 0 for p in processes), [p.exitcode for p in processes]
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
+
+
+def forked(*words) -> subprocess.Popen:
+    """Runs a script in a forked process, which needs no new imports. It has pipes for stdout and stderr."""
+
+    def script():
+        os.closerange(3, 1000)  # subprocess waits until one of these files is closed
+        sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
+        tqdm.set_lock(threading.RLock())
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in a new Python
+        atexit._clear()  # pytest's exit handlers
+        status = 0
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as e:
+            status = e.code if isinstance(e.code, int) else print(e.code, file=sys.stderr) or 1
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(status)
+
+    return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True)
 
 
 REWARD = '''

@@ -3,12 +3,9 @@
 import dataclasses
 import itertools
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +18,7 @@ import pytest
 import ranks
 import torch
 import transformers
-from conftest import ROOT, make_model, maths, run, run_ranks
+from conftest import ROOT, forked, make_model, maths, run, run_ranks
 from taught import taught
 
 import data
@@ -217,14 +214,12 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
             for a in range(20) for b in (990, 1005)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    keep_memory = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_TOP_PAD_": str(2**26)}
-    subprocess.run(
-        [sys.executable, f"{ROOT}/train.py", "gsm8k-0.5b-1gpu", "--model", model, "--steps", "1", "--go",
-         "--data", f"{tmp_path}/train.parquet", "--eval_every", "0", "--prompts_per_step", "2",
-         "--samples_per_prompt", "3", "--max_response_len", "12", "--max_num_seqs", "8", "--keep_best", "",
-         "--entropy_coef", "0.01",  # all rewards are 0, so only this flag makes a gradient
-         "--out", f"{tmp_path}/run", "--device", "cpu"],
-        check=True, env=os.environ | keep_memory | {"OMP_NUM_THREADS": "2"})
+    process = forked(
+        f"{ROOT}/train.py", "gsm8k-0.5b-1gpu", "--model", model, "--steps", "1", "--go", "--device", "cpu",
+        "--data", f"{tmp_path}/train.parquet", "--eval_every", "0", "--prompts_per_step", "2",
+        "--samples_per_prompt", "3", "--max_response_len", "12", "--max_num_seqs", "8", "--keep_best", "",
+        "--entropy_coef", "0.01", "--out", f"{tmp_path}/run")  # without entropy, there is no gradient
+    assert process.communicate() and process.returncode == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6

@@ -252,7 +252,7 @@ def test_a_reward_of_the_environment_stays_with_its_trajectory(tiny, tmp_path):
     (tmp_path / "env.py").write_text("from reward import Reply\n\ndef pays(problem, text, turn):\n"
                                      "    return Reply('<>', reward=0.75) if turn == 1 else None\n")
     settings = dict(env=f"{tmp_path}/env.py:pays", algo="ppo", max_response_len=60, grade_deadline=2.0)
-    parts, later = run_ranks(2, sampled, [tiny] * 3, settings), 0
+    parts, later = run_ranks(2, sampled, [tiny] * 2, settings), 0
     for s in (s for steps, _ in parts for _, samples in steps for s in samples if s.turns == 2):
         assert s.reward == 0.75 and s.reason == "partial"
         later += len(set(s.token_versions.tolist())) > 1
