@@ -702,6 +702,18 @@ def tyro_errors(command: str) -> Iterator[None]:
             f"{found}; needed: {needed or 'another flag or value'}, as in {command} --help") from None
 
 
+def run_command(function: Callable, prog: str) -> Any:
+    """Calls `function` with the arguments that the command line has for it. Returns the result. A UserError
+    ends the process (see user_errors)."""
+    import tyro
+
+    with user_errors(prog):
+        with tyro_errors(prog):  # hides stderr, so `function` must run later
+            call = tyro.cli(functools.wraps(function)(
+                lambda *args, **flags: functools.partial(function, *args, **flags)))
+        return call()
+
+
 def in_groups(text: str) -> str:
     """Returns tyro's text of --help with a title above each group of flags. The titles are the comments
     `# --- title` in Config."""

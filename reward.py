@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from configs import nearest, require, tyro_errors, user_errors
+from configs import nearest, require, run_command
 from grading.answers import KINDS, readers
 from grading.rows import as_json, read_rows
 from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  others import them
@@ -195,7 +195,4 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
 
 
 if __name__ == "__main__":
-    import tyro  # slow, and the trainer does not need it
-
-    with user_errors("reward.py"), tyro_errors("reward.py"):
-        tyro.cli(dry_run)
+    run_command(dry_run, "reward.py")

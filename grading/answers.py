@@ -758,23 +758,23 @@ FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
-    r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
-    such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If one side of the problem's equation is the gold answer,
-    it is no repetition."""
+    r"""Returns whether an answer, its value after the last =, or one of several values with `;` between them
+    is a formula or an equation of the problem, such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If one side
+    of the problem's equation is the gold answer, it is no repetition."""
     text, known, right = normalise(answer), set(), _bag(normalise(gold).rpartition("=")[2])
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
         if right not in sides:
             known |= sides
     return any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
-               for value in (text, text.rpartition("=")[2]))
+               for value in (text, *text.rpartition("=")[2].split(";")))
 
 
 def _bag(text):
     """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
     (-9+x^2). But an equation or a number keeps its order."""
     text = re.sub(r'"[^"]*"| ', "", text)
-    return text if "=" in text or _number(text) else "".join(sorted(re.sub(r"[][(){}*+?]", "", text)))
+    return text if "=" in text or _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
 
 
 def _letter(text):

@@ -147,7 +147,6 @@ def forked(*words) -> subprocess.Popen:
         except SystemExit as e:
             status = e.code if isinstance(e.code, int) else print(e.code, file=sys.stderr) or 1
         atexit._run_exitfuncs()
-        sys.stdout.flush()
         os._exit(status)
 
     return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True)

@@ -375,7 +375,7 @@ def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
 
 def test_a_formula_of_the_problem_is_no_answer():
     for (problem, gold, *own), copied in lines(r"""
-$\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ \sqrt{242} ~ (\sqrt{242}) ~ x=\sqrt{242} ~ \sqrt{242} cm
+$\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ \sqrt{242} ~ x=(\sqrt{242}) ~ \{\sqrt{242}\}; \sqrt{242}
 Write $y=\frac92.$ ~ 4.5 ~ 4.50 ~~ \frac{9}2
 Factor \begin{align*}x^2+2x\end{align*} ~ x(x+2) ~ (x+2)x ~~ 2x+x^2
 Is $y=x^2+2x$ true? ~ y=x^2 + 2x ~ x^2+2x ~ x(x+2)

@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-import tyro
 from conftest import ROOT, forked, run_ranks
 from safetensors.torch import load_file, save_file
 
 import ckpt
 import dist
 import reward
-from configs import UserError, check_paths, parse, tyro_errors
+from configs import UserError, check_paths, parse, run_command
 from engines import vllm_engine
 from tools import report
+from tools import tiny as tiny_model
 
 # Mistakes found before torch is imported -> (arguments of train.py, part of the error).
 AT_ONCE = {
@@ -133,7 +133,7 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
 
 
-def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path):
+def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "ckpt/step_000002").mkdir(parents=True)
     (run / "ckpt/step_000002/COMPLETE").write_text('{"state.json": {}}')
@@ -141,9 +141,10 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path):
     (run / "config.json").write_text('{"algo')
     with pytest.raises(UserError, match=f"not a run; needed: python ckpt.py export {run} 2 "):
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
-    with pytest.raises(UserError, match="options: b.json; needed: .* reward.py --help$"):
-        with tyro_errors("reward.py"):
-            tyro.cli(reward.dry_run, args=["a.json", "b.json"])
+    monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
+    for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
+        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):
+            run_command(function, name)
     for more, words in ([], "config.json can't be read ("), (["--out", f"{run}"], f"can't write {run} ("):
         with pytest.raises(SystemExit, match=re.escape(words)):
             report.main([str(run), *more])

@@ -216,7 +216,7 @@ def _fold(title, html):
 def _files(run, kind):
     """Returns the files of responses of the steps in metrics.jsonl. An earlier run may have left others."""
     files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)
-             if kind != "eval" or any(name.startswith("eval/") for name in row)]
+             if kind != "eval" or any("eval/" in name for name in row)]
     return list(filter(Path.is_file, files))
 
 
@@ -276,8 +276,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         for run in args.runs:
             require(bool(read_metrics(run)), f"no metrics in {run}/metrics.jsonl",
                     "the folder of a run that has logged a step (train.py's --out)")
-            if not (run / "metrics.jsonl").read_bytes().endswith(b"\n"):
-                show(f"!! the last row of {run}/metrics.jsonl is cut, and is left out")
         if len(args.runs) == 1 and not args.out:
             write_report(*args.runs)
             show(story(*args.runs))

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from configs import read_json, require, user_errors
+from configs import read_json, require, run_command
 
 VERSION = 3  # raise this number when a change of this file changes the model
 GUESSES, OFF = 0.5, 12  # fraction of guesses in the last third of the texts; largest error of a guess
@@ -71,7 +71,7 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     said: total of a column -> the number to write for it (bench/tasks.py writes wrong ones on purpose)"""
     columns, carry = [], 0
     while a or b:
-        terms = [1, a % 10, b % 10] if carry else [a % 10, b % 10]
+        terms = [1] * carry + [a % 10, b % 10]
         columns.append("+".join(map(str, terms)) + f"={said(sum(terms))}")
         a, b, carry = a // 10, b // 10, sum(terms) // 10
     return ",".join(columns)
@@ -128,18 +128,17 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
         return str(path)
     require(not path.exists(), f"{path} exists and is not the base model of {config}",
             "another folder, or this one removed")
-    new = path.with_name(f"{path.name}.new")  # an interrupted build may have left this folder
+    new = Path(f"{path}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
     rng, tokenizer = random.Random(seed), task.tokenizer()
     problems = task.problems(rng)
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    with torch.random.fork_rng(devices=[]):  # restores the caller's random state
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(Qwen2Config(
-            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-            tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None, **special))
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None, **special))
     pretrain(model, tokenizer, train, rng, task)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(new)
@@ -179,7 +178,4 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
 
 
 if __name__ == "__main__":
-    import tyro
-
-    with user_errors("tools.tiny"):
-        print(tyro.cli(build))
+    print(run_command(build, "python -m tools.tiny"))
