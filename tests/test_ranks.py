@@ -46,7 +46,7 @@ JOBS = {
 
 
 def jobs(tiny, **changes):
-    return [(config(tiny, **kind | changes), make_samples(2 if name == "two samples" else 24))
+    return [(config(tiny, **kind | changes), make_samples(2 if name == "two samples" else 16))
             for name, kind in JOBS.items()]
 
 
