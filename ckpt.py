@@ -452,7 +452,7 @@ def read_state(folder: Path) -> Facts:
 
 
 # Settings of a model's config.json that change no result.
-NO_SETTINGS = ("_name_or_path", "architectures", "dtype", "transformers_version", "id2label", "label2id")
+NO_SETTINGS = "_name_or_path architectures dtype transformers_version id2label label2id".split()
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
@@ -600,8 +600,7 @@ def critic_class(config: PreTrainedConfig) -> type:
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    names = ("template", "system_prompt", "date", "stop", "extractor", "temperature", "max_prompt_len",
-             "max_response_len")
+    names = "template system_prompt date stop extractor temperature max_prompt_len max_response_len".split()
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
 

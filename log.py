@@ -350,7 +350,7 @@ class WandbTracker(Tracker):
         "WANDB_FINISH_TIMEOUT": "60",  # seconds; the default has no limit
         "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "1",  # seconds; a killed run loses at most its last second
     }
-    COLUMNS = ("problem", "response", "gold", "reward", "advantage", "tokens", "reason")
+    COLUMNS = "problem response gold reward advantage tokens reason".split()
     SAMPLES = 512  # largest number of samples to send for each step
 
     def start(self) -> None:

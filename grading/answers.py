@@ -268,6 +268,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
+    (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
     (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
     (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$", r"\1,\2"),  # {2k | k in Z}
@@ -401,7 +402,8 @@ DECIMAL = re.compile(
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
-VALUES = {r"\frac", r"\sqrt", r"\binom", r"\pi", r"\ln", r"\approx"}  # symbols of a chain (3+4=7)
+# The symbols that a chain (3+4=7) may have, beside numbers and units
+VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \times \cdot \approx".split())
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
@@ -515,9 +517,10 @@ def _read_named(text, depth):
         return Reading("named", text, (name, read(text[len(parts[0] + found[0]):].strip(), depth)))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
-    reading, symbols = read(parts[exact], depth), set(SYMBOL.findall(text))
-    if set(found) <= {"=", r"\approx"} and symbols <= VALUES:
-        return Reading("chain", text, (reading, parts[:exact], parts[exact + 1:]))
+    bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
+    if set(SYMBOL.findall(bare)) <= VALUES:
+        value, (steps, _) = read(parts[exact], depth), _split(bare, "equal")
+        return Reading("chain", text, (value, steps[:exact], steps[exact + 1:]))
     return Reading("equation", text)
 
 
@@ -717,7 +720,7 @@ SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), Option A, A:15, or 15 choices A,
 # which `normalise` makes of `(A) 15`. A) does not match.
 LETTER = re.compile(r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
-                    r"(?:.+ choices |(?i:choice|option) )?"
+                    r"(?:.+ choices |(?i:choice|option) ?)?"
                     r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)")
 
 
@@ -758,22 +761,23 @@ FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
-    r"""Returns whether an answer, its value after the last =, or one of several values with `;` between them
-    is a formula or an equation of the problem, such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If one side
-    of the problem's equation is the gold answer, it is no repetition."""
-    text, known, right = normalise(answer), set(), _bag(normalise(gold).rpartition("=")[2])
+    r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
+    such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
+    one. If one side of the problem's equation is the gold answer, it is no repetition."""
+    known, right = set(), _bag(normalise(gold).rpartition("=")[2])
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
         if right not in sides:
             known |= sides
-    return any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
-               for value in (text, *text.rpartition("=")[2].split(";")))
+    return all(any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
+                   for value in (part, part.rpartition("=")[2]))
+               for part in re.split("[;,]", normalise(answer).partition(r"\approx")[0]))
 
 
 def _bag(text):
     """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
     (-9+x^2). But an equation or a number keeps its order."""
-    text = re.sub(r'"[^"]*"| ', "", text)
+    text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
     return text if "=" in text or _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
 
 
@@ -862,6 +866,8 @@ def _same_chain(answer, gold, prove):
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
     same = _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    if value.kind == "quantity":
+        value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
     return same and _all([same, *(prove(step, text, 1e-6) for step in exact),
                           *(prove(step, text, 0.01) for step in rounded)])

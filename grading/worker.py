@@ -57,7 +57,7 @@ ENDED = 222  # exit status of a worker after MAX_TASKS chunks
 WALL = 4  # a chunk's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
 LATE = 8  # the run ends if users' functions time out or end a worker this number of times in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
-SCORE = ["response", "answer", "kind", "problem", "row", "sample"]  # parameters that a reward may have
+SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 # The server runs this file as the module __main__. pebble pickles `_grade_chunk` and its results, so their
 # module must be in sys.modules, and `serve` removes `grading.worker` from sys.modules.
@@ -127,7 +127,7 @@ def _outcome(what, *arguments):
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
-    reward = _as_reward(value, "the reward")
+    reward = _as_reward(value)
     return reward, reason_of(reward)
 
 
@@ -149,14 +149,14 @@ def _reply(*request):
         # plain str, because the server can't unpickle a user's subclass of str.
         text = text.encode().decode()
     if reward is not None:
-        reward = _as_reward(reward, "the environment's reward")
+        reward = _as_reward(reward)
     return Reply(text, reward, bool(done))
 
 
-def _as_reward(value, what):
+def _as_reward(value):
     reward = float(value)
     if not abs(reward) <= LARGEST:
-        raise ValueError(f"{what} is {reward}; needed: a finite float32")
+        raise ValueError(f"the reward is {reward}; needed: a finite float32")
     return reward
 
 
@@ -249,7 +249,7 @@ def user_files(spec: str) -> dict[str, str]:
     path, _, function = spec.rpartition(":")
     modules = sys.modules | _modules.get(os.path.dirname(path), {})
     # `__dict__`, because lazy modules such as torch.classes have an attribute __file__ that names no file.
-    files = {name: file for name, module in sorted(modules.items())
+    files = {name: file for name, module in modules.items()
              if (file := getattr(module, "__dict__", {}).get("__file__"))
              and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE}
     return {key: short_hash(Path(file).read_bytes()) for key, file in ({function: path} | files).items()}
@@ -410,7 +410,7 @@ class Grader(AbstractContextManager):
         require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
                 "workers of at least 1, a deadline above 0")
         self.customs = {custom: _check_spec(custom) for custom in customs}
-        self.env = _check_spec(env, "--env") if env else ""
+        self.env = _check_spec(env) if env else ""
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions, compares
         self.say, self.stop, self.failure = say, stop, ""
@@ -654,10 +654,10 @@ class Grader(AbstractContextManager):
             self._cache.clear()
 
 
-def _check_spec(spec, what="reward"):
+def _check_spec(spec):
     """Returns `spec` with an absolute path. Raises UserError if `spec` has no colon."""
     path, _, name = spec.rpartition(":")
-    require(":" in spec, f"{what} {spec!r} is malformed", SPEC)
+    require(":" in spec, f"the function {spec!r} is malformed", SPEC)
     return f"{Path(path).absolute()}:{name}"
 
 

@@ -152,7 +152,7 @@ def test_an_environment_may_return_a_text_none_or_a_reply(env):
 @pytest.mark.parametrize(("name", "reason", "message"), [
     ("hangs", "timeout", None), ("raises", "error", "KeyError: 1"),
     ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
-    ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the environment's reward is nan"),
+    ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the reward is nan"),
     ("mumbles", "error", "TypeError"), ("half", "error", "UnicodeEncodeError")])
 def test_an_environment_that_fails_is_a_reason(env, name, reason, message):
     (got, after), errors = replies(f"{env}:{name}", [("a", "x", 1), ("b", "y", 1)])
