@@ -131,10 +131,10 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 def _responses(path, kind="math"):
     """Yields the rows of a file of responses, or of a file in a run's folder samples/. Raises UserError for
     an invalid row."""
-    for number, row in read_rows(path):
+    for number, found in read_rows(path):
         where = f"{path}, row {number}"
-        require(isinstance(row, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
-        row = {"stopped": True, "kind": kind, **json.loads(as_json(row))}
+        require(isinstance(found, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
+        row = {"stopped": True, "kind": kind, **json.loads(as_json(found))}
         if "gold" in row:  # a row of a run's samples/
             row["answer"] = row["gold"]
             if "segments" in row:  # with --env, every second text is the environment's
@@ -142,7 +142,7 @@ def _responses(path, kind="math"):
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
             require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}",
-                    f"{needed.__name__} (columns: {', '.join(row)})")
+                    f"{needed.__name__} (columns: {', '.join(found)})")
         require(row["kind"] in KINDS, f"{where}: 'kind' is {row['kind']!r}", f"one of {', '.join(KINDS)}")
         yield row
 

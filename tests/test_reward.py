@@ -627,7 +627,7 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
 @pytest.mark.parametrize(("line", "message"), [
     ("[1]", "row 2: not a JSON object"), ("{", "row 2 can't be read"),
     ('{"response": "x"}', "row 2: 'answer' is None; needed: str"),
-    ('{"response": 1, "answer": "x"}', "'response' is 1; needed: str (columns: stopped, kind, resp"),
+    ('{"response": 1, "answer": "x"}', "'response' is 1; needed: str (columns: response, answer)"),
     ('{"response": "x", "answer": "x", "kind": "y"}', "row 2: 'kind' is 'y'; needed: one of math")])
 def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
     done = dry_run(tmp_path, ['{"response": "x", "answer": "x"}', line])

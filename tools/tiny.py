@@ -126,8 +126,8 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     if config.items() <= read_json(path / "tiny.json").items():
         return str(path)
-    require(not path.exists(), f"{path} exists and is not the base model of {config}",
-            "another folder, or this one removed")
+    require(not path.exists(), f"{path} is not the base model of {task.name!r}, seed {seed}",
+            "another folder")
     new = Path(f"{path}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
     rng, tokenizer = random.Random(seed), task.tokenizer()
