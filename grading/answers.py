@@ -519,7 +519,8 @@ def _read_named(text, depth):
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
     if set(SYMBOL.findall(bare)) <= VALUES:
-        value, (steps, _) = read(parts[exact], depth), _split(bare, "equal")
+        value = read(parts[exact], depth)
+        steps = _split(bare, "equal")[0]
         return Reading("chain", text, (value, steps[:exact], steps[exact + 1:]))
     return Reading("equation", text)
 

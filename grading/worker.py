@@ -248,8 +248,9 @@ def user_files(spec: str) -> dict[str, str]:
     spec: "FILE.py:FUNCTION". The key of FILE.py is FUNCTION. Other keys are names of modules."""
     path, _, function = spec.rpartition(":")
     modules = sys.modules | _modules.get(os.path.dirname(path), {})
-    # `__dict__`, because lazy modules such as torch.classes have an attribute __file__ that names no file.
-    files = {name: file for name, module in modules.items()
+    # Sorted, because modules come in another order in each process. `__dict__`, because lazy modules such as
+    # torch.classes have an attribute __file__ that names no file.
+    files = {name: file for name, module in sorted(modules.items())
              if (file := getattr(module, "__dict__", {}).get("__file__"))
              and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE}
     return {key: short_hash(Path(file).read_bytes()) for key, file in ({function: path} | files).items()}
