@@ -106,7 +106,7 @@ x\ne1 ~ x\in\mathbb{R},x\ne1 ~ (-\infty,1)\cup(1,\infty) ~ \mathbb{R}\setminus\{
 52_9 ~ 52_{9} ~ 52_\text{nine} ~ (52)_9 ~~ 52_8 ~ 52 ~ 47 ~ 529
 7\text{ or }8 ~ 7, 8 ~ 8 or 7 ~ \{7,8\} ~ x=7, x=8
 3\sqrt{13} ~ 3√13 ~ 3*sqrt(13) ~ \sqrt{117} ~ \sqrt{13}\times3
--\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2} ~ -2.50
+-\frac{5}{2} ~ −5/2 ~ -2½ ~ \frac{-5}{2} ~ -2.50 ~ -\left(\frac52\right) ~ -(5/2)
 30000 ~ 3×10^4 ~ 3\cdot 10^{4} ~ 3e4 ~ 30,000
 a=1, b=2 ~ b=2, a=1 ~ (a,b)=(1,2) ~ (1,2) ~ 1, 2 ~~ a=2, b=1 ~ 2, 1 ~ [1,2] ~ [1,2) ~ 1<x<2 ~ (2,1) ~ a=1, a=2
 a=1, b=2 ~~ (b,a)=(1,2)
@@ -212,7 +212,7 @@ r=3,\theta=\frac{\pi}{4} ~ (3,\frac{\pi}{4}) ~ \theta=\frac{\pi}{4},r=3 ~~ (\fra
 D ~~ D)
 5\text{ or }7 ~~ 5
 x ~~ X ~ x' ~ 2x
-C ~ (C) 15 ~ C. 15 ~ \text{Option C} ~ \{C\} ~~ c ~ B ~ CC ~ (B) 15 ~ (c) 15
+C ~ (C) 15 ~ C. 15 ~ \text{Option C} ~ \text{Choice (C)} ~ \{C\} ~~ c ~ B ~ CC ~ (B) 15 ~ (c) 15
 \text{even} ~~ uneven ~ odd
 \text{isosceles} ~~ isoscele ~ not isosceles
 5 ~~ 5\% ~ 2(3) ~ 4(1) ~ (2)(3) ~ (2)3 ~ 5{,}5 ~ 5\text{ or }7 ~ 7 $5$ ~ 7} \boxed{5
@@ -309,7 +309,7 @@ x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 x+1 ~ x+1,x\ne1 ~ x+1\quad(x\neq-1) ~ x+1\text{ for }x>0 ~~ x-1,x\ne1 ~ x,x\ge1
 x^2+y=1 ~ x^2+y=1(y\ne0) ~~ x^2+y=2(y\ne0)
 2\sqrt2 ~ \frac{4}{\sqrt2} ~~ \frac{4\sqrt6}{2\sqrt3} ~ \max(2\sqrt2,1) ~ \min(2\sqrt2,3)
-\log_25 ~ \ln5/\ln2 ~~ \ln2/\ln5
+\log_25 ~ \ln5/\ln2 ~ \log_25\approx2.32 ~~ \ln2/\ln5 ~ \log_25\approx2.4
 n(2n+1) ~ n(2 n+1) ~ 2 n^2+n ~~ n(2n-1)
 \frac12gt^2 ~ \frac{1}{2} g t^2 ~ 0.5 g t^2 ~~ \frac12gt
 2s+t ~ 2 s + t ~ t+2s ~~ 2s
@@ -320,7 +320,7 @@ x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
 3:4:5 ~ a:b:c=3:4:5 ~~ a:b:c=4:3:5
 -i ~ 0-i ~~ 0+i
 8\% ~ 8 percents ~~ 8
-300 ~ 300 yuan ~~ 300\text{ million yuan}
+300 ~ 300 yuan ~ 310^\circ-10^\circ=300^\circ ~~ 310^\circ-9^\circ=300^\circ ~ 300\text{ million yuan}
 (-\infty,\infty) ~ \text{All real numbers} ~~ \text{All positive numbers}
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 \pi(R^2-r^2) ~ \pi(R-r)(R+r) ~~ 0 ~ 2R-2r ~ \pi(r^2-R^2)
@@ -343,12 +343,12 @@ f(1)=3,f(2)=5 ~ f(2)=5,f(1)=3 ~ 3,5 ~~ f(1)=5,f(2)=3 ~ f(3)=3,f(4)=5 ~ 5,3
 h=\frac{3V}{\pi r^2} ~ \frac{3V}{\pi r^2} ~~ V=\frac13\pi r^2h ~ V
 x^6 ~ 1\cdot x^6 ~~ (x^2)^3 ~ (x^3)^2 ~ \frac{(x^4)^2}{x^2}
 y=x ~ x-y=0 ~ x=y ~~ y=-x
-25\text{ sec} ~ 25 ~ 25\text{ seconds} ~~ 52
+25\text{ sec} ~ 25 ~ 25\text{ seconds} ~ 5\cdot5=25\text{ s} ~~ 52 ~ 5\cdot4=25\text{ s}
 7 ~ the value of $x$ is 7 ~~ the reciprocal is 7 ~ its opposite is 7 ~ lower bound: 7 ~ the false answer is 7
 a_n ~~ A_n
 mgh ~~ mgH
 a+b+c ~ c+b+a ~~ a+b+C ~ a+b+K
-e^5 ~ e^{5} ~~ e^2e^3 ~ \frac{e^7}{e^2}
+e^5 ~ e^{5} ~ e^5\approx148.4 ~~ e^5\approx150.9 ~ e^2e^3 ~ \frac{e^7}{e^2}
 6x^2 ~ x^2\cdot6 ~ 6x\cdot x ~~ \sqrt{36x^4} ~ \frac{12x^6}{2x^4} ~ (\sqrt6x)^2 ~ \frac{(6x)^2}{6}
 \sqrt2-1 ~ -1+\sqrt2 ~~ |1-\sqrt2|
 \frac{5\pi}{6} ~ \frac56\pi ~~ 150\cdot\frac{\pi}{180}
@@ -375,9 +375,9 @@ def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
 
 def test_a_formula_of_the_problem_is_no_answer():
     for (problem, gold, *own), copied in lines(r"""
-$\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ \sqrt{242} ~ x=(\sqrt{242}) ~ \{\sqrt{242}\}; \sqrt{242}
+$\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ x=(\sqrt{242})\approx15.6 ~ \{\sqrt{242}\}; \sqrt{242}
 Write $y=\frac92.$ ~ 4.5 ~ 4.50 ~~ \frac{9}2
-Factor \begin{align*}x^2+2x\end{align*} ~ x(x+2) ~ (x+2)x ~~ 2x+x^2
+Factor \begin{align*}x^2+2x\end{align*} ~ x(x+2) ~ (x+2)x ~~ 2x+x^2 ~ 1\cdot(x^2+2x)^1
 Is $y=x^2+2x$ true? ~ y=x^2 + 2x ~ x^2+2x ~ x(x+2)
 Is $y=x^2+2x$ true? ~ (x+1)^2=y+1 ~ (1+x)^2=1+y ~~ y=x^2+2x
 For $x\in\mathbb{R}$ or $-5$. ~ \mathbb{R} ~ x\in\mathbb{R}
