@@ -163,7 +163,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
             last_number or whole"""
     rows, terms, values = list(_responses(responses, kind_of(reward))), parse_terms(reward, TEXT_PARTS), {}
     customs = [t.custom for t in terms if t.custom]
-    with Grader(workers, deadline, customs, any(t.kind for t in terms)) as grader:
+    with Grader(workers, deadline, customs) as grader:
         for i, row in enumerate(rows):
             for t in graders_of(row.get("dataset") or "", terms):
                 grader.submit((t, i), row["response"], row["answer"], row["stopped"], row["kind"], extractor,
@@ -190,8 +190,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
               f"ends {row['response'][-200:]!a}")
         if grade.reason == "unparsed":
             print(f"  found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
-    for message in grader.errors.values():
-        print(f"error: {ascii(message)}")
+    require(not grader.errors, f"errors in grading: {'; '.join(map(ascii, grader.errors.values()))}",
+            "a --reward that raises none")
 
 
 if __name__ == "__main__":

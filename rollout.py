@@ -560,4 +560,4 @@ def make_grader(cfg: Config, say: Say = print) -> Grader:
     for name in extractors(cfg).values():
         extract("", name)
     return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
-                  any(t.kind for t in terms), cfg.env, say, dist.stop_signal)
+                  cfg.env, say, dist.stop_signal)

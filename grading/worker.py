@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Reply(NamedTuple):
 
 
 # math-verify's parser takes seconds to build tables for each kind of expression. The server compares these
-# pairs (answer=gold) first, so the workers inherit the tables.
+# pairs (answer=gold) before it forks workers for comparisons, so these inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -274,12 +274,15 @@ def _import_function(spec, known):
     return names, float(seconds), int(parallel or 16) if seconds else 0
 
 
+@cache
 def _warm():
+    """Compare the pairs of WARM, once."""
     # Hide math-verify's warning that its own timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for pair in WARM.strip().splitlines():
         with suppress(Exception):
             math_equal(*map(normalise, pair.split("=", 1)))
+    gc.freeze()  # see `serve`
 
 
 class _Worker(get_context("fork").Process):
@@ -318,7 +321,9 @@ def _dispatch(requests, replies, workers, deadline, found):
     `replies`.
 
     found: "FILE.py:FUNCTION" -> the result of `_import_function`. A function whose `seconds` are not 0 (see
-        Grader) has its own pool of workers."""
+        Grader) has its own pool of workers.
+
+    Comparisons have their own pool, too. Its workers start after `_warm`, so they inherit the tables."""
     import pebble
 
     lock = threading.Lock()
@@ -341,23 +346,25 @@ def _dispatch(requests, replies, workers, deadline, found):
     context = get_context("fork")
     context.Process = _Worker
     make_pool = partial(pebble.ProcessPool, max_tasks=MAX_TASKS, initializer=_init_worker, context=context)
-    usual = make_pool(workers), deadline, WALL * deadline
+    usual, compares = [(make_pool(workers), deadline, WALL * deadline) for _ in range(2)]
     pools = {spec: (make_pool(parallel), seconds, seconds)
              for spec, (_, seconds, parallel) in found.items() if seconds}
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
             chunk, of_chunk = json.loads(line)
-            pool, cpu, wall = pools.get(of_chunk[0][1], usual)
+            if "compare" in [what for what, *_ in of_chunk]:
+                _warm()
+                pool, cpu, wall = compares
+            else:
+                pool, cpu, wall = pools.get(of_chunk[0][1], usual)
             future = pool.schedule(_grade_chunk, [of_chunk, cpu], timeout=wall)
             future.add_done_callback(partial(done, chunk, len(of_chunk)))
 
 
-def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]],
-          compares: bool) -> None:
+def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]]) -> None:
     """Run the server until stdin closes, the trainer (process `parent`) ends, or a pool of workers breaks.
 
-    functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env
-    compares: whether the trainer will send "compare" requests"""
+    functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
@@ -374,8 +381,6 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     os.write(replies, json.dumps([0, (found, files), 0]).encode() + b"\n")
     if isinstance(found, str):
         _die()
-    if compares:
-        _warm()
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
@@ -390,11 +395,10 @@ class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
     can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
-    workers     number of worker processes
+    workers     number of worker processes for comparisons, and for calls of functions
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
-    compares    whether `submit` will compare answers; if so, the server prepares math-verify (see WARM)
     env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
                 depend only on the arguments.
     say         prints what the Grader waits for
@@ -407,13 +411,13 @@ class Grader(AbstractContextManager):
     If grading raises an error, the reward is 0 and the reason is "error"."""
 
     def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
-                 compares: bool = True, env: str = "", say: Say = print, stop: Sequence = ()) -> None:
+                 env: str = "", say: Say = print, stop: Sequence = ()) -> None:
         require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
                 "workers of at least 1, a deadline above 0")
         self.customs = {custom: _check_spec(custom) for custom in customs}
         self.env = _check_spec(env) if env else ""
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
-        self.arguments = workers, deadline, functions, compares
+        self.arguments = workers, deadline, functions
         self.say, self.stop, self.failure = say, stop, ""
         self.known = None  # {function: result of `_import_function`}, or a failed import's error message
         self.files = {}  # "FILE.py:FUNCTION" -> hashes of its files (see `user_files`) at the first import

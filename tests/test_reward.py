@@ -153,7 +153,7 @@ def test_waiting_in_the_queue_does_not_count(custom):
     """One worker needs 3 s for all 12 answers. The time limit of each answer is 2 s."""
     assert worker.WALL == 4
     spec = custom(SLOW)
-    with Grader(workers=1, deadline=0.5, customs=[spec], compares=False) as grader:
+    with Grader(workers=1, deadline=0.5, customs=[spec]) as grader:
         for i in range(12):
             grader.submit(i, "0.25", str(i), True, custom=spec)
         assert {g.reason for g in grader.results().values()} == {"correct"}
@@ -275,7 +275,7 @@ def test_custom_reward(custom):
             "return None": "error", "return 'x'": "error", "return True": "correct", "12345": "partial",
             "": "wrong", "return 3.4028234e38": "correct",  # the largest float32
             **{f"return {x}": "error" for x in ("1e39", "-1e39", "10**400", "float('inf')", "float('nan')")}}
-    with Grader(workers=2, deadline=0.5, customs=[spec], compares=False) as grader:
+    with Grader(workers=2, deadline=0.5, customs=[spec]) as grader:
         for response in want:
             grader.submit(response, response, "gold", True, "essay", custom=spec)
         grader.submit("cut", "12345", "gold", False, "essay", custom=spec)
@@ -321,7 +321,7 @@ def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.format(n=n))
         specs[n] = f"{tmp_path}/{folder}/mine.py:score"
-    with Grader(workers=1, customs=list(specs.values()), compares=True) as grader:
+    with Grader(workers=1, customs=list(specs.values())) as grader:
         for i in range(6):
             grader.submit(i, "x", str(i), True, custom=specs[1 + i % 2])
         grader.submit("compared", boxed("x+1"), "1+x", True)
@@ -340,7 +340,7 @@ def test_a_reward_file_may_import_torch_and_transformers(tmp_path, inside):
     head = "def score(response, answer, kind):\n"
     file = tmp_path / "mine.py"
     file.write_text(head + textwrap.indent(IMPORTS, "    ") + body if inside else IMPORTS + head + body)
-    with Grader(customs=[f"{file}:score"], compares=False, deadline=60) as grader:
+    with Grader(customs=[f"{file}:score"], deadline=60) as grader:
         for response in ("12345", "123"):
             grader.submit(response, response, "", True, custom=f"{file}:score")
         assert {key: g.reward for key, g in grader.results().items()} == {"12345": 5, "123": 3}, grader.errors
@@ -391,7 +391,7 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
             return row["weights"][1] * sample["tokens"] * ((problem, response) == ("p", "r"))
         score.seconds = 30
     """)
-    with Grader(workers=1, deadline=0.1, customs=[spec], compares=False) as grader:
+    with Grader(workers=1, deadline=0.1, customs=[spec]) as grader:
         for i in range(4):
             grader.submit(i, "r", "", True, custom=spec, problem="p", row={"weights": [0, i / 2]},
                           sample={"tokens": 2})
@@ -405,7 +405,7 @@ def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     monkeypatch.setattr(worker, "TELL", 0.5)
     spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "calls" in text)))  # noqa: E731
-    with Grader(customs=[spec], compares=False, say=say, stop=stop) as grader:
+    with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
             grader.submit(i, "99", str(i), True, custom=spec)
         assert [g.reason for g in grader.results().values()] == ["timeout"] * 40
@@ -418,7 +418,7 @@ def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
 
 def test_a_function_that_ends_its_process_is_given_up(custom):
     spec = custom("def score(response, answer, kind): os._exit(3)")
-    with Grader(customs=[spec], compares=False) as grader:
+    with Grader(customs=[spec]) as grader:
         for i in range(40):
             grader.submit(i, "r", str(i), True, custom=spec)
         assert {g.reason for g in grader.results().values()} <= {"error", "timeout"}
@@ -481,7 +481,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
 
 def test_a_killed_worker_fails_only_its_answer(custom):
     spec = custom(SLOW)
-    with Grader(workers=2, deadline=20, customs=[spec], compares=False) as grader:
+    with Grader(workers=2, deadline=20, customs=[spec]) as grader:
         server = grader._process.pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
@@ -498,7 +498,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
 
 def test_a_killed_idle_worker_fails_no_answer(custom):
     spec = custom(SLOW)
-    with Grader(workers=1, customs=[spec], compares=False) as grader:
+    with Grader(workers=1, customs=[spec]) as grader:
         for i in range(3):
             grader.submit(i, "0.01", "", True, custom=spec)
             assert grader.results()[i].reason == "correct"
@@ -509,7 +509,7 @@ def test_a_killed_idle_worker_fails_no_answer(custom):
 
 def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
     spec = custom(SLOW)
-    with Grader(workers=2, customs=[spec], compares=False) as grader:
+    with Grader(workers=2, customs=[spec]) as grader:
         for i in range(10):
             grader.submit(i, "0.3", str(i), True, custom=spec)
         assert wait_until(lambda: graded(grader) >= 2)
@@ -530,7 +530,7 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
 
 def test_a_server_that_dies_twice_is_an_error(custom):
     spec = custom("def score(response, answer, kind): os.kill(os.getppid(), 9)")
-    with Grader(customs=[spec], compares=False) as grader:
+    with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "", True, custom=spec)
         with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
             grader.results()
@@ -538,7 +538,7 @@ def test_a_server_that_dies_twice_is_an_error(custom):
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
     spec = custom("def score(response, answer, kind): return len(response)")
-    with Grader(customs=[spec], compares=False) as grader:
+    with Grader(customs=[spec]) as grader:
         assert ready(grader, spec)
         os.kill(grader._process.pid, signal.SIGSTOP)
         start = time.monotonic()
@@ -556,7 +556,7 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
     code = f"""if True:
         import os, sys, time
         from reward import Grader
-        grader = Grader(workers=2, deadline=60, customs=[{spec!r}], compares=False)
+        grader = Grader(workers=2, deadline=60, customs=[{spec!r}])
         grader.submit(0, "short", "y", True, custom={spec!r})
         grader.results()
         grader._size = 1  # the next request is sent at once
@@ -581,7 +581,7 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
 
 def test_ctrl_c_does_not_end_the_server(custom):
     spec = custom(SLOW)
-    with Grader(customs=[spec], compares=False) as grader:
+    with Grader(customs=[spec]) as grader:
         assert ready(grader, spec)
         grader.submit(0, "1", "", True, custom=spec)
         os.killpg(grader._process.pid, signal.SIGINT)
@@ -619,9 +619,9 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
     done = dry_run(tmp_path, [json.dumps(row) for row in rows], "--reward", "math", "format=0.5",
                    f"{tmp_path}/my.py:score=2", f"own@{tmp_path}/my.py:score")
     for line in ("partial          1   25.0%\n", "mean accuracy 0.3333, weight 1\n",
-                 "mean score 0.3750, weight 2\n", "mean format 0.5000, weight 0.5\n",
-                 f"by zero ({tmp_path}/my.py, line 2)"):
+                 "mean score 0.3750, weight 2\n", "mean format 0.5000, weight 0.5\n"):
         assert line in done.stdout, done.stdout + done.stderr
+    assert f"by zero ({tmp_path}/my.py, line 2)'; needed: " in done.stderr and done.returncode == 1
 
 
 @pytest.mark.parametrize(("line", "message"), [

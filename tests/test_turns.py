@@ -132,7 +132,7 @@ def test_metrics_tell_sampled_tokens_from_all():
 
 def replies(env: str, questions) -> tuple[list, dict]:
     """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
-    with Grader(workers=2, deadline=0.5, compares=False, env=env) as grader:
+    with Grader(workers=2, deadline=0.5, env=env) as grader:
         for i, question in enumerate(questions):
             grader.ask(i, *question)
         found = grader.results()
@@ -275,7 +275,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
 
 
 @pytest.mark.parametrize(("settings", "most"), [(dict(max_response_len=60), 60), (
-    dict(max_response_len=60, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
+    dict(max_response_len=39, max_model_len=40), 40 - 6), (dict(max_response_len=60, max_turns=2), 60)])
 def test_all_turns_share_the_budget(tiny, env, settings, most):
     """All turns share one length limit. A trajectory that --max_turns ends does not count as truncated."""
     samples, errors = sampled(tiny, f"{env}:endless", **settings)
