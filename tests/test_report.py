@@ -6,6 +6,7 @@ import math
 import random
 import re
 import shutil
+import sys
 from html import unescape
 from statistics import fmean
 
@@ -13,10 +14,10 @@ import pytest
 from matplotlib.figure import Figure
 from test_log import METRICS, PPO, healthy, learning, written
 
-from configs import read_jsonl
+from configs import read_jsonl, run_command
 from log import Logger, read_metrics
 from tools import report
-from tools.report import PANELS, compare, main, plot, recipes, story, write_report
+from tools.report import PANELS, compare, plot, recipes, report_on, story, write_report
 
 
 def page_of(text: str) -> tuple[set, list, str]:
@@ -104,7 +105,7 @@ def test_of_many_samples_the_report_shows_some_of_each_prompt(tmp_path):
 
 def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_path, capsys):
     text = story(folder)
-    main([str(folder)])
+    report_on((folder,))
     assert "\x9b" in text and capsys.readouterr().out == text.replace("\x9b", r"\x9b") + "\n"
     assert re.search(r"aime/avg@1 +0.300 → 0.900 \(best 0.900 at step 24\)\n", text)
     assert "problem</b> 2" in text and re.search(r"alarms +1\n", text)
@@ -135,20 +136,23 @@ def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     assert cells["eval/e/avg@2"] == ["0.750 → 0.500 ± 0.204 (best 0.750 at step 10)",
                                      "0.750 → 0.600 ± 0.100 (best 0.750 at step 10)"]
     assert [value.split()[0] for value in cells["steps"]] == ["20", "30"] and cells["alarms"] == ["0", "0"]
-    main([*map(str, runs), "--out", str(tmp_path / "both.png")])
+    report_on(tuple(runs), tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("argv,words", [
-    ([], ["RUN", "python -m tools.report RUN"]),
+    ([], ["no metrics in metrics.jsonl; needed: "]),
     (["/no/such/run"], ["no metrics in /no/such/run", "train.py's --out"]),
     (["EMPTY"], ["no metrics in", "metrics.jsonl"]),
-    (["RUN", "--curves"], ["--curves", "python -m tools.report RUN"]),
+    (["RUN", "--curves"], ["--curves", "tools.report --help"]),
     (["RUN", "RUN", "--out", "/no/such/folder/x.png"], ["/no/such/folder/x.png"]),
     (["RUN", "RUN", "--out", "x.what"], ["what"])])
-def test_a_mistake_is_one_line(folder, tmp_path, argv, words):
+def test_a_mistake_is_one_line(folder, tmp_path, argv, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words_typed = [str({"EMPTY": tmp_path, "RUN": folder}.get(a, a)) for a in argv]
+    monkeypatch.setattr(sys, "argv", ["-", *words_typed])
     with pytest.raises(SystemExit) as e:
-        main([str({"EMPTY": tmp_path, "RUN": folder}.get(a, a)) for a in argv])
+        run_command(report_on, "tools.report")
     said = e.value.code
     assert isinstance(said, str) and said.startswith("tools.report: ") and "\n" not in said
     assert all(word in said for word in words), said

@@ -7,7 +7,6 @@ Runs that differ only in their seed belong to one recipe. A plot of a recipe has
 runs, and a band from the lowest to the highest run.
 """
 
-import argparse
 import base64
 import re
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import explained, read_json, read_jsonl, require, shorten, show, user_errors
+from configs import explained, read_json, read_jsonl, require, run_command, shorten, show
 from log import NAN, read_metrics
 from tools.plan import as_text
 
@@ -264,29 +263,28 @@ def write_report(run: Path) -> None:
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser("tools.report", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run: train.py's --out")
-    parser.add_argument("--out", type=Path, help="picture of the runs (of several: compare.png)")
-    parser.error = lambda found: require(
-        False, found, "python -m tools.report RUN, or RUN RUN2 … [--out compare.png]")
-    with user_errors("tools.report"):
-        args = parser.parse_args(argv)
-        for run in args.runs:
-            require(bool(read_metrics(run)), f"no metrics in {run}/metrics.jsonl",
-                    "the folder of a run that has logged a step (train.py's --out)")
-        if len(args.runs) == 1 and not args.out:
-            write_report(*args.runs)
-            show(story(*args.runs))
-            return
-        to = args.out or Path("compare.png")
-        # ValueError: the suffix of --out is no type of picture
-        with explained(f"can't write {to}", "--out with a .png, .pdf or .svg file in a folder that exists",
-                       (OSError, ValueError)):
-            plot(args.runs, to)
-        show(f"{compare(args.runs)}\n\nplot  {to}")
+def report_on(runs: tuple[Path, ...], /, out: Path | None = None) -> None:
+    """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
+    draw their curves in one picture, and print their summaries side by side.
+
+    Args:
+        runs: folders of runs: train.py's --out; none: the current folder
+        out: picture of the runs (of several: compare.png)"""
+    runs = runs or (Path(),)
+    for run in runs:
+        require(bool(read_metrics(run)), f"no metrics in {run / 'metrics.jsonl'}",
+                "the folder of a run that has logged a step (train.py's --out)")
+    if len(runs) == 1 and not out:
+        write_report(*runs)
+        show(story(*runs))
+        return
+    to = out or Path("compare.png")
+    # ValueError: the suffix of --out is no type of picture
+    with explained(f"can't write {to}", "--out with a .png, .pdf or .svg file in a folder that exists",
+                   (OSError, ValueError)):
+        plot(runs, to)
+    show(f"{compare(runs)}\n\nplot  {to}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(report_on, "tools.report")
