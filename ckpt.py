@@ -437,7 +437,7 @@ def named(name: str) -> Path:
     found = next((p for p in places if read_mark(p)), None)
     there = ", ".join(p.name for p in complete(path.parent))
     require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
-            "the folder of a run, or a folder ckpt/step_NNNNNN that contains COMPLETE")
+            "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model")
     return found.resolve()
 
 
@@ -491,9 +491,9 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     needed = ("the flags, data, models and reward files of that run "
               f"(--steps {saved['config']['steps']}), or another --out, "
               f"where --start_from {path} trains longer from these weights")
+    check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
             needed)
-    check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return "; ".join([f"resumed after {saved['step']} steps from {path}",

@@ -287,6 +287,9 @@ class Config:
                     f"{default or 'no'} value, or one for each file")
 
     def _check_batch(self):
+        require(self.max_response_len < self.model_len, f"--max_model_len {self.max_model_len} is too small "
+                f"for a prompt and --max_response_len {self.max_response_len}",
+                "--max_model_len 0, or a smaller --max_response_len")
         require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
                 f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
                 f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len")
@@ -698,8 +701,8 @@ def tyro_errors(command: str) -> Iterator[None]:
         # tyro prints the error between two lines of dashes.
         text = re.split("[-─]{9,}", re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue()))[1]
         found, _, needed = " ".join(text.split()).strip(".").partition(". Expected ")
-        raise UserError(
-            f"{found}; needed: {needed or 'another flag or value'}, as in {command} --help") from None
+        needed = needed or "a known flag, and a value of its type"
+        raise UserError(f"{found}; needed: {needed}, as in {command} --help") from None
 
 
 def run_command(function: Callable, prog: str) -> Any:

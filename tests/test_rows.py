@@ -558,7 +558,7 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     --eval_response_len 99, evaluations have room for its response. The third exceeds --max_prompt_len."""
     path = tmp_path / "d.jsonl"
     path.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "1"}) + "\n" for n in (18, 19, 20)))
-    cfg = replace(CFG, max_prompt_len=20, max_model_len=20, eval_data=(str(path),))
+    cfg = replace(CFG, max_prompt_len=20, max_response_len=9, max_model_len=20, eval_data=(str(path),))
     told = []
     kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
     assert [len(p.ids) for p in kept] == [19]
