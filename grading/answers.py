@@ -777,9 +777,11 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 def _bag(text):
     """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
-    (-9+x^2). But an equation or a number keeps its order."""
+    (-9+x^2). A number keeps its order. Of an equation, only the sides and their terms are sorted."""
     text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
-    return text if "=" in text or _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
+    if "=" in text:
+        return "=".join(sorted("".join(sorted(re.findall("-?[^-+]+", side))) for side in text.split("=")))
+    return text if _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
 
 
 def _letter(text):

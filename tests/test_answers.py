@@ -379,7 +379,8 @@ $\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ x=(\sqrt{242})\approx15.6 ~ \{\
 Write $y=\frac92.$ ~ 4.5 ~ 4.50 ~~ \frac{9}2
 Factor \begin{align*}x^2+2x\end{align*} ~ x(x+2) ~ (x+2)x ~~ 2x+x^2 ~ 1\cdot(x^2+2x)^1
 Is $y=x^2+2x$ true? ~ y=x^2 + 2x ~ x^2+2x ~ x(x+2)
-Is $y=x^2+2x$ true? ~ (x+1)^2=y+1 ~ (1+x)^2=1+y ~~ y=x^2+2x
+Is $y=x^2+2x$ true? ~ (x+1)^2=y+1 ~ (1+x)^2=1+y ~~ y=x^2+2x ~ 2x+x^2=y
+The line $y-2x+1=0$ ~ y=2x+1 ~ 2x-y+1=0
 For $x\in\mathbb{R}$ or $-5$. ~ \mathbb{R} ~ x\in\mathbb{R}
 For $x\in\mathbb{R}$ or $-5$. ~ -5.0 ~ -5
 """):
