@@ -2,6 +2,8 @@
 
 import atexit
 import dataclasses
+import functools
+import gc
 import json
 import os
 import runpy
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,14 +79,14 @@ def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
 
 
 class Operations(TorchDispatchMode):
-    """A context manager that counts the PyTorch operations for which `counts(op)` is true."""
+    """A context manager that counts PyTorch operations by their `kind(op)`, such as True and False."""
 
-    def __init__(self, counts):
+    def __init__(self, kind):
         super().__init__()
-        self.counts, self.count = counts, 0
+        self.kind, self.counts = functools.cache(kind), Counter()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += self.counts(op)
+        self.counts[self.kind(op)] += 1
         return op(*args, **kwargs or {})
 
 
@@ -97,6 +100,7 @@ def _rank(target, rank, world, port, file, args):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    gc.freeze()  # vLLM collects garbage at each sleep, which takes 0.3 s with all imported modules
     # Forked processes share tqdm's lock. A rank killed while holding it would block the others.
     tqdm.set_lock(threading.RLock())
     torch.save(target(*args), file)
@@ -132,24 +136,29 @@ def run_ranks(world: int, target, *args):
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
-def forked(*words) -> subprocess.Popen:
-    """Runs a script in a forked process, which needs no new imports. It has pipes for stdout and stderr."""
+def forked(*words, **options) -> subprocess.Popen:
+    """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr."""
 
     def script():
         os.closerange(3, 1000)  # subprocess waits until one of these files is closed
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
+        run = runpy.run_path
+        if words[0] == "-m":
+            sys.argv, run = sys.argv[1:], functools.partial(runpy.run_module, alter_sys=True)
         tqdm.set_lock(threading.RLock())
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in a new Python
         atexit._clear()  # pytest's exit handlers
         status = 0
         try:
-            runpy.run_path(words[0], run_name="__main__")
+            run(sys.argv[0], run_name="__main__")
         except SystemExit as e:
-            status = e.code if isinstance(e.code, int) else print(e.code, file=sys.stderr) or 1
+            status = e.code or 0
+            if isinstance(status, str):
+                status = print(status, file=sys.stderr) or 1
         atexit._run_exitfuncs()
         os._exit(status)
 
-    return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True, **options)
 
 
 REWARD = '''

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -96,16 +97,17 @@ def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[st
         minibatches = train.whiten_advantages(minibatches)
     packs = train.updates_of(minibatches, 1)[0]
     denominators = train.counts(packs)
-    sent = [Operations(lambda op, kind=kind: kind in op.name()) for kind in ("allgather", "allreduce")]
+    sent = Operations(lambda op: re.search("allgather|allreduce|$", op.name())[0])
     out = {}
     for role, pack_loss in ((policy, train.policy_pack_loss), (critic, train.critic_pack_loss)):
         if role:
-            with sent[0], sent[1]:
+            with sent:
                 for p in accumulate(role.model, packs):
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
     metrics = meter.reduce(dist.all_sum, dist.all_max)
-    return out | {"metrics": metrics, "packs": len(packs), "sent": [kind.count for kind in sent]}
+    return out | {"metrics": metrics, "packs": len(packs),
+                  "sent": [sent.counts[kind] for kind in ("allgather", "allreduce")]}
 
 
 def full(x: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,15 @@ import dataclasses
 import importlib
 import inspect
 import json
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 
 import pytest
-from conftest import ROOT, wait_until
+from conftest import ROOT, forked, wait_until
 from test_log import METRICS
 from torch.distributed.run import get_args_parser
 
@@ -58,7 +55,8 @@ CANNOT = {
 # Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
-NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B"}  # words in NCCL's output, and a model's name
+# Words in NCCL's output, a model's name, and a file of a tracked run
+NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "WandbTracker.json"}
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
 GONE = {"attention"}  # flags of removed features, which docs/forking.md names
@@ -106,34 +104,6 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
             **{name: f"{folder}/{name}" for name in files}}
 
 
-def typed(words: list[str]) -> str:
-    """Returns the output of `python WORDS…`. Runs it in a fork, which has torch imported already."""
-    def child(file):
-        sys.stdout = sys.stderr = open(file, "w", encoding="utf-8")
-        os.dup2(sys.stdout.fileno(), 1)
-        os.dup2(sys.stdout.fileno(), 2)
-        os.chdir(ROOT)
-        sys.argv = words[1:] if words[0] == "-m" else words
-        try:
-            if words[0] == "-m":
-                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(words[0], run_name="__main__")
-        except SystemExit as e:
-            sys.stdout.flush()
-            os._exit(bool(e.code))
-        sys.stdout.flush()
-        os._exit(0)
-
-    with tempfile.NamedTemporaryFile("r") as file:
-        process = multiprocessing.get_context("fork").Process(target=child, args=(file.name,))
-        process.start()
-        process.join(600)
-        said = file.read()
-        assert process.exitcode == 0, (words, said[-2000:])
-    return said
-
-
 def test_commands_that_can_run_here_do(placeholders):
     ran = []
     holes = "|".join(rf"(?<![\w/]){re.escape(name)}(?!\w)" for name in placeholders)
@@ -145,7 +115,8 @@ def test_commands_that_can_run_here_do(placeholders):
         if filled[1:3] == ["-m", "pytest"]:
             assert subprocess.check_output([sys.executable, *filled[1:]], cwd=ROOT)
         else:
-            assert typed(filled[1:]), filled
+            process = forked(*filled[1:], cwd=ROOT)
+            assert any(process.communicate()) and process.returncode == 0, filled
         ran.append(command.removeprefix("python ").removeprefix("-m ").split()[0])
     assert {"tools.plan", "train.py", "reward.py", "ckpt.py", "tools.report", "pytest"} <= set(ran)
 
@@ -352,7 +323,8 @@ def test_the_hours_are_the_plans():
         count, _, gpu = devices.partition(" × ")
         flags = *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"
         for speed, found in zip((3200, 400, 100), hours if int(count) > 8 else hours[:1], strict=False):
-            said = json.loads(typed(["-m", "tools.plan", *flags, "--network", str(speed)]))
+            process = forked("-m", "tools.plan", *flags, "--network", str(speed), cwd=ROOT)
+            said = json.loads(process.communicate()[0])
             space, (low, high) = said["host and disk, GiB"], said["estimated seconds"]["step"].values()
             assert found == f"{low / 36:.1f} to {high / 36:.1f}", preset
         assert (host, disk) == (f"{space['machine']:.0f} GiB", f"{space['disk, all']:.0f} GiB"), preset

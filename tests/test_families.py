@@ -20,6 +20,7 @@ import data
 import model
 import rollout
 from configs import PRESETS, UserError
+from engines import vllm_engine
 from engines.torch_engine import TorchEngine
 from guard.start import check_vocabularies
 from tools import plan
@@ -128,6 +129,7 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 def test_vllm_agrees_with_the_trainer(folder_of):
     paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
+    vllm_engine._import_vllm()
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
     assert max(gaps) < 1e-4, gaps
 

@@ -31,11 +31,12 @@ AT_ONCE = {
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
-    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: another flag or value, as in train.py orz"),
+    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: a known flag, and a value of its"),
     "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: "),
-    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another flag or value, as in train"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: a known flag, and a value of its"),
     "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
+    "a limit without a prompt": ("orz-7b --max_response_len 9000", "--max_model_len 8192 is too small for a"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
     "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
@@ -145,9 +146,9 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
         with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):
             run_command(function, name)
-    for more, words in ([], "config.json can't be read ("), (["--out", f"{run}"], f"can't write {run} ("):
-        with pytest.raises(SystemExit, match=re.escape(words)):
-            report.main([str(run), *more])
+    for out, words in (None, "config.json can't be read ("), (run, f"can't write {run} ("):
+        with pytest.raises(UserError, match=re.escape(words)):
+            report.report_on((run,), out)
         (run / "config.json").unlink(missing_ok=True)
 
 
@@ -221,7 +222,7 @@ def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base
     """A run that is stopped before its first step saves nothing."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
                "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run"]
-    process = forked(*command) if ranks == "1" and wait != "loading" else subprocess.Popen(
+    process = forked(*command) if wait != "loading" else subprocess.Popen(
         [sys.executable, "-u", *command], stdout=-1, stderr=-1, text=True)
     while wait not in process.stdout.readline():
         assert process.poll() is None
@@ -232,16 +233,17 @@ def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base
     assert wait == "gap" or not [*tmp_path.glob("new/run/*")]
 
 
-def test_the_last_line_names_the_rank_that_was_killed(base, tiny, tmp_path):
-    process = forked(f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
-                     "--ranks", "2", "--device", "cpu", "--go", "--out", f"{tmp_path}/run")
-    while "graded" not in process.stdout.readline():
-        assert process.poll() is None
+def test_the_last_line_names_the_rank_that_was_killed(tmp_path):
+    """The ranks are small programs, because only their ends matter."""
+    (tmp_path / "rank.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(99)\n")
+    (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     said = process.communicate(timeout=60)[1].splitlines()
     assert said[-1].startswith("train.py: rank 1 ended with SIGKILL (") and "the same command" in said[-1]
-    assert len(said) < 4 and process.returncode == 1, said
+    assert len(said) == process.returncode == 1, said
 
 
 @pytest.mark.parametrize("version,fits", [("0.26.0", False), ("0.34.0", False),

@@ -165,7 +165,7 @@ def test_each_tensor_moves_in_one_copy():
     def copies(move, *args) -> int:
         with Operations(lambda op: op in kinds) as ops:
             move(*args)
-        return ops.count
+        return ops.counts[True]
 
     model, optimizer = stepped()
     for _ in range(2):  # the second move is counted, because the first one also allocates memory

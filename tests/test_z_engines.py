@@ -1,6 +1,7 @@
 """Tests of the torch engine and of vLLM (CPU build)."""
 
 import dataclasses
+import gc
 import math
 import os
 
@@ -66,6 +67,7 @@ def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samp
 
 @pytest.fixture(scope="session")
 def engines(tiny):
+    gc.freeze()  # see conftest._rank
     dist.init("cpu", "float32")
     tokenizer = model.load_tokenizer(tiny)
     cfg = dataclasses.replace(CFG, model=tiny)
