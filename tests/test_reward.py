@@ -444,7 +444,7 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text or b"")
         Judge.good += right > 0.5
-        if Judge.good >= 64 or Judge.calls >= 400:  # end the server, so that later calls raise URLError
+        if Judge.good >= 64 or Judge.calls >= 350:  # end the server, so that later calls raise URLError
             threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
 
 
