@@ -488,9 +488,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
     steps = facts["config"]["steps"]
-    needed = ("the flags, data, models and reward files of that run "
-              f"(--steps {saved['config']['steps']}), or another --out, "
-              f"where --start_from {path} trains longer from these weights")
+    needed = ("the flags, data, models and reward files of that run, or another --out, "
+              f"where --start_from {path} trains on from these weights")
     check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
     require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
             needed)
@@ -600,7 +599,8 @@ def critic_class(config: PreTrainedConfig) -> type:
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    names = "template system_prompt date stop extractor temperature max_prompt_len max_response_len".split()
+    names = ("template system_prompt date stop extractor temperature max_prompt_len max_response_len "
+             "max_model_len").split()
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
             **{name: facts["config"][name] for name in names}}
 
@@ -609,12 +609,11 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is no
     such checkpoint or model, or if `out` can't be written.
 
+    run: folder of the run, or of a checkpoint if `step` is "last"
     step: the checkpoint's step, such as "24", or "best" or "last"
     who: policy, critic or ref
     base: the base model's folder, if it was moved"""
     check_export_path(out)
-    require(not read_mark(run), f"{run} is a checkpoint, not a run",
-            f"python ckpt.py export {run.parent.parent} {step} {out}")
     path = named(str(run) if step == "last" else f"{run}/{step}")
     saved = read_state(path)
     require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")

@@ -533,7 +533,7 @@ CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most th
 # reads: ckpt.resume accepts another name, but not other content (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples save_every keep keep_best grace stall_limit
+    eval_samples eval_temperature save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device shard_ranks network deterministic recompute offload pack_len selfcheck go
     save_samples save_logps track ref_model reward env
@@ -701,8 +701,8 @@ def tyro_errors(command: str) -> Iterator[None]:
         # tyro prints the error between two lines of dashes.
         text = re.split("[-─]{9,}", re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue()))[1]
         found, _, needed = " ".join(text.split()).strip(".").partition(". Expected ")
-        needed = needed or "a known flag, and a value of its type"
-        raise UserError(f"{found}; needed: {needed}, as in {command} --help") from None
+        raise UserError(
+            f"{found}; needed: {needed or 'another command line'}, as in {command} --help") from None
 
 
 def run_command(function: Callable, prog: str) -> Any:
@@ -758,7 +758,7 @@ def check_model(path: str) -> None:
     """Raises UserError if `path` is a file or a run's folder, or a folder inside a run's folder but without
     config.json."""
     require(not Path(path).is_file(), f"{path} is a file",
-            "a model's folder; data files follow --data, or tools.evaluate's models")
+            "a model's folder; data files follow --data, or the models of tools.evaluate")
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
     require(not run or run != Path(path) and Path(path, "config.json").is_file(),
             f"{path} is a folder of a run, not of a model",

@@ -458,7 +458,7 @@ def resolve(name: str) -> str:
     A collective. Raises UserError, the same on every rank."""
     if not HUB_ID.fullmatch(name):
         return name
-    here = Path(name).exists()
+    here = Path(name).parent.is_dir()  # then `name` is a path, not an id
     dist.together(lambda: here or _download(name))
     return name if here else snapshot_download(name, local_files_only=True, **MODEL_FILES)
 

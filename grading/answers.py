@@ -258,7 +258,6 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
     (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
-    (r"(\\frac\{\\sqrt\{\w\}\}) ?(\w)", r"\1{\2}"),
     (r"(\d\.?)\\%", r"\1*10^{-2}"),
     (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
@@ -780,7 +779,7 @@ def _bag(text):
     (-9+x^2). A number keeps its order. Of an equation, only the sides and their terms are sorted."""
     text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
     if "=" in text:
-        return "=".join(sorted("".join(sorted(re.findall("-?[^-+]+", side))) for side in text.split("=")))
+        return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))
     return text if _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
 
 

@@ -354,7 +354,7 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
         rows = _list_rows(file) if is_list and file.suffix != ".jsonl" else _line_rows(file)
     for row in rows:
         yield row
-    require(row is not None, f"{path} is empty", "at least one row with a problem and its answer")
+    require(row is not None, f"{path} is empty", "at least one row")
 
 
 def _parquet_rows(file):

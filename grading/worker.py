@@ -245,7 +245,7 @@ def user_files(spec: str) -> dict[str, str]:
     """Returns key -> hash of the content, for the user's file FILE.py and for the user's other files that are
     imported by now. The hashes reveal edits. Files of torz and of installed packages do not count.
 
-    spec: "FILE.py:FUNCTION". The key of FILE.py is FUNCTION. Other keys are names of modules."""
+    spec: "FILE.py:FUNCTION". The key of FILE.py is ":FUNCTION". Other keys are names of modules."""
     path, _, function = spec.rpartition(":")
     modules = sys.modules | _modules.get(os.path.dirname(path), {})
     # Sorted, because modules come in another order in each process. `__dict__`, because lazy modules such as
@@ -253,7 +253,8 @@ def user_files(spec: str) -> dict[str, str]:
     files = {name: file for name, module in sorted(modules.items())
              if (file := getattr(module, "__dict__", {}).get("__file__"))
              and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE}
-    return {key: short_hash(Path(file).read_bytes()) for key, file in ({function: path} | files).items()}
+    files[f":{function}"] = path
+    return {key: short_hash(Path(file).read_bytes()) for key, file in files.items()}
 
 
 def _import_function(spec, known):
@@ -448,7 +449,7 @@ class Grader(AbstractContextManager):
                 self.close()
                 found = self.known or f"{' '.join(functions)}: its import ends the process, or does not end"
                 raise UserError(f"can't use {found}; "
-                                f"needed: {SPEC}, a function with parameters of these names: "
+                                f"needed: {SPEC}, which can be imported, with parameters of these names: "
                                 f"{' '.join(SCORE)}; --env: {' '.join(TURN)}")
 
     def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",

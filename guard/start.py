@@ -107,7 +107,7 @@ def is_run(folder: Path) -> bool:
     with suppress(UserError):
         if read_json(folder / "config.json").keys() >= {"algo", "versions"}:
             return True
-    return (folder / "lock").exists() or bool(ckpt.complete(folder))
+    return bool(ckpt.complete(folder))
 
 
 def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
@@ -143,9 +143,10 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
             "chat template": ckpt.template_hash(tokenizer, cfg.template),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
-    # A changed file would give other scores under the same name.
-    read |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}"
-             for name, found in held_out.items()}
+    # A changed file or temperature would give other scores under the same name.
+    read |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}, "
+             f"temperature {cfg.eval_temperature[i % len(cfg.eval_temperature)]}"
+             for i, (name, found) in enumerate(held_out.items())}
     noted = ckpt.VERSIONS | read  # config.json gets `noted`, so that tools.report can compare runs
     for who, used in ("policy", True), ("critic", cfg.algo == "ppo"), ("ref", cfg.has_ref):
         if used:

@@ -152,9 +152,7 @@ def forked(*words, **options) -> subprocess.Popen:
         try:
             run(sys.argv[0], run_name="__main__")
         except SystemExit as e:
-            status = e.code or 0
-            if isinstance(status, str):
-                status = print(status, file=sys.stderr) or 1
+            status = (print(e.code, file=sys.stderr) or 1) if isinstance(e.code, str) else e.code or 0
         atexit._run_exitfuncs()
         os._exit(status)
 

@@ -298,7 +298,7 @@ $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 5 ~ 5 kg ~ 5 ways to win ~ equal to 5 ~ 5\text{ N} ~~ 5 halved ~ 5 twentieths ~ 5 \text{ G} ~ 5 quintillion
 5 ~ 5 square units ~ 5 km per hour ~~ 5 nearly ~ 5 divided ~ 5 googol ~ close to 5 ~ 5 K
 (1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
-\frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \frac\sqrt32 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
+\frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
 \arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
 x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
@@ -321,7 +321,7 @@ x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
 -i ~ 0-i ~~ 0+i
 8\% ~ 8 percents ~~ 8
 300 ~ 300 yuan ~ 310^\circ-10^\circ=300^\circ ~~ 310^\circ-9^\circ=300^\circ ~ 300\text{ million yuan}
-(-\infty,\infty) ~ \text{All real numbers} ~~ \text{All positive numbers}
+(-\infty,\infty) ~ \text{All real numbers} ~ \mathbb R ~~ \text{All positive numbers}
 x_1=x_2=2,x_3=3 ~ (2,2,3) ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 \pi(R^2-r^2) ~ \pi(R-r)(R+r) ~~ 0 ~ 2R-2r ~ \pi(r^2-R^2)
 \frac{R}{r} ~ R/r ~~ 1 ~ \frac rR ~ \frac RR

@@ -513,7 +513,10 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
     for name in ("train", "other"):  # a set of an old name must be the old set
         (tmp_path / f"{name}.jsonl").write_text(open(base.data[0]).readline())
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(again, eval_data=(f"{tmp_path}/train.jsonl",)))
-    assert re.search("--eval_data train: 40 problems, [0-9a-f]{8} -> 1 problems, [0-9a-f]{8}\\)", found)
+    assert re.search("--eval_data train: 40 problems, [0-9a-f]{8}, .* -> 1 problems, [0-9a-f]{8}, ", found)
+    found, = run_ranks(1, ranks.prepared, dataclasses.replace(
+        again, eval_data=(again.eval_data[0], base.data[0]), eval_temperature=(1.0, 0.0)))
+    assert re.search("--eval_data train: 40 .*, temperature 1.0 -> 40 .*, temperature 0.0\\)", found)
     found, = run_ranks(1, ranks.prepared, again)
     assert equal(found, restore(1, base, two_ranks[0])[0])
     output = capfd.readouterr().out

@@ -31,9 +31,9 @@ AT_ONCE = {
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
-    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: a known flag, and a value of its"),
+    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: another command line, as in tra"),
     "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: "),
-    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: a known flag, and a value of its"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another command line, as in tra"),
     "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "a limit without a prompt": ("orz-7b --max_response_len 9000", "--max_model_len 8192 is too small for a"),
@@ -140,7 +140,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     (run / "ckpt/step_000002/COMPLETE").write_text('{"state.json": {}}')
     (run / "metrics.jsonl").write_text('{"step": 0}\n')
     (run / "config.json").write_text('{"algo')
-    with pytest.raises(UserError, match=f"not a run; needed: python ckpt.py export {run} 2 "):
+    with pytest.raises(UserError, match="step_000002/2 is no complete checkpoint; needed: a run"):
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):

@@ -301,22 +301,28 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
-    """The content of the reward file and of its imports must stay the same. Their paths may change."""
-    cfg, messages = dataclasses.replace(base, eval_every=0, lr_decay="constant", out=f"{tmp_path}/run"), []
+    """Also its imports, and an evaluation set that was left out meanwhile. Paths may change."""
+    cfg, messages = dataclasses.replace(base, lr_decay="constant", out=f"{tmp_path}/run"), []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
         file, package = tmp_path / f"{name}.py", (tmp_path / name).parent / "pkg"
         package.mkdir(parents=True, exist_ok=True)
-        file.write_text("from pkg.helper import ONE\n\n\ndef score(response, answer, kind):\n    return ONE\n"
+        file.write_text("from pkg.helper import ONE\nimport score\n\n"
+                        "def score(response, answer, kind):\n    return ONE\n"
                         f"def turn(problem, text, turn):\n    return None\n{edit}")
         (package / "helper.py").write_text("from .one import ONE")
         (package / "one.py").write_text(f"import far\nONE = {one}")
         (tmp_path / "far.py").write_text(f"{one}")
-        messages += run_ranks(1, ranks.main, dataclasses.replace(
-            cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn"))
+        (tmp_path / "score.py").write_text("")  # a module with the function's name
+        cfg = dataclasses.replace(cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn")
+        messages += run_ranks(1, ranks.main, cfg)
+        cfg = dataclasses.replace(cfg, eval_every=0)
     assert "--env: " in messages[1] and "--reward: " in messages[2]
     assert "'pkg.one': " in messages[2] and "'far': " in messages[2]
     assert messages[::3] == ["", ""]
+    (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
+    cfg = dataclasses.replace(cfg, steps=3, eval_every=1, eval_data=(f"{tmp_path}/train.jsonl",))
+    assert "--eval_data train: 40 problems" in run_ranks(1, ranks.main, cfg)[0]
 
 
 @pytest.mark.parametrize("reward,words", {
@@ -440,8 +446,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     p = data.pack(shaped)
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
-    # 38 tokens are left after a prompt of 2 tokens
-    short = dataclasses.replace(cfg, max_response_len=39, max_model_len=40)
+    short = dataclasses.replace(cfg, max_response_len=39, max_model_len=40)  # leaves 38 tokens here
     assert rollout.overlong([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
     (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
@@ -534,15 +539,15 @@ def test_the_command_line_has_models_then_data_then_flags():
     assert stops("") == PRESETS["orz-7b"].stop == stops("--template orz")
     assert stops("--template chat") == () == stops("--template=chat")
     assert stops("--template chat --stop </answer>") == ("</answer>",)
-    for argv, words in (["m"], "no data file in: tools.evaluate m; needed: python -m"), ([], "no data"), (
-            ["m", "./m", "a.json"], "the same model twice in: tools.evaluate m ./m a.json; needed: each"):
+    for argv, words in (["m"], "no data file; needed: python -m"), ([], "no data"), (
+            ["m", "./m", "a.json"], "the same model twice; needed: each"):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
-                 extractor=["boxed"], temperature=0.6, max_response_len=64)
+                 extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "{problem}="}}
     for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
@@ -550,7 +555,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     a, b, rows = f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/a/torz.json"
     cfg, other = eval_configs(["base", a, "a.json"])
     assert (cfg.template, cfg.stop, cfg.extractor) == ("plain", ("</a>",), ("boxed",))
-    assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64
+    assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64 and cfg.model_len == 70
     assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop

@@ -621,7 +621,7 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
     for line in ("partial          1   25.0%\n", "mean accuracy 0.3333, weight 1\n",
                  "mean score 0.3750, weight 2\n", "mean format 0.5000, weight 0.5\n"):
         assert line in done.stdout, done.stdout + done.stderr
-    assert f"by zero ({tmp_path}/my.py, line 2)'; needed: " in done.stderr and done.returncode == 1
+    assert f"by zero ({tmp_path}/my.py, line 2)']; needed: " in done.stderr and done.returncode == 1
 
 
 @pytest.mark.parametrize(("line", "message"), [

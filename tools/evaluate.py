@@ -177,12 +177,11 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     flags = list(argv[len(paths):])
     count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
     models, files = paths[:count], paths[count:]
-    command = f"tools.evaluate {' '.join(argv)}"
     for model in models:
         check_model(model)
-    require(bool(files), f"no data file in: {command}",
+    require(bool(files), "no data file",
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
-    require(len(set(map(model_name, models))) == count, f"the same model twice in: {command}",
+    require(len(set(map(model_name, models))) == count, "the same model twice",
             "each model once")
     # --max_model_len 0 removes the preset's limit on the length of prompt plus response.
     preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
