@@ -317,7 +317,7 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
         cfg = dataclasses.replace(cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn")
         messages += run_ranks(1, ranks.main, cfg)
         cfg = dataclasses.replace(cfg, eval_every=0)
-    assert "--env: " in messages[1] and "--reward: " in messages[2]
+    assert "--env: " in messages[1] and all("--reward: " in message for message in messages[1:3])
     assert "'pkg.one': " in messages[2] and "'far': " in messages[2]
     assert messages[::3] == ["", ""]
     (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
