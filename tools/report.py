@@ -263,14 +263,13 @@ def write_report(run: Path) -> None:
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
 
-def report_on(runs: tuple[Path, ...], /, out: Path | None = None) -> None:
+def report_on(runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None) -> None:
     """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
     draw their curves in one picture, and print their summaries side by side.
 
     Args:
         runs: folders of runs: train.py's --out; none: the current folder
         out: picture of the runs (of several: compare.png)"""
-    runs = runs or (Path(),)
     for run in runs:
         require(bool(read_metrics(run)), f"no metrics in {run / 'metrics.jsonl'}",
                 "the folder of a run that has logged a step (train.py's --out)")
