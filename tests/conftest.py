@@ -91,7 +91,6 @@ class Operations(TorchDispatchMode):
 
 
 # --- ranks
-#
 # pytest's process forks the ranks. A process that has started vLLM or a process group must not fork.
 # test_z_engines.py starts both, so its name makes pytest run it last.
 

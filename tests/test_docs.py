@@ -322,8 +322,7 @@ def test_the_hours_are_the_plans():
         count, _, gpu = devices.partition(" × ")
         flags = *shlex.split(preset.strip("`")), "--ranks", count, "--gpu", gpu, "--json"
         for speed, found in zip((3200, 400, 100), hours if int(count) > 8 else hours[:1], strict=False):
-            process = forked("-m", "tools.plan", *flags, "--network", str(speed), cwd=ROOT)
-            said = json.loads(process.communicate()[0])
+            said = json.loads(forked("-m", "tools.plan", *flags, f"--network={speed}").communicate()[0])
             space, (low, high) = said["host and disk, GiB"], said["estimated seconds"]["step"].values()
             assert found == f"{low / 36:.1f} to {high / 36:.1f}", preset
         assert (host, disk) == (f"{space['machine']:.0f} GiB", f"{space['disk, all']:.0f} GiB"), preset

@@ -233,8 +233,7 @@ def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base
     assert wait == "gap" or not [*tmp_path.glob("new/run/*")]
 
 
-def test_the_last_line_names_the_rank_that_was_killed(tmp_path):
-    """The ranks are small programs, because only their ends matter."""
+def test_the_last_line_names_the_rank_that_was_killed(tmp_path):  # the ranks are small programs
     (tmp_path / "rank.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(99)\n")
     (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
     process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
