@@ -514,9 +514,8 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
     with pytest.raises(SystemExit) as e:
         main(["--help"])
     text = capsys.readouterr().out
-    assert e.value.code == 0
     assert "\n    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]\n" in text
-    assert max(map(len, text.splitlines())) <= 80
+    assert e.value.code == 0 and max(map(len, text.splitlines())) <= 80
     assert set(re.findall(r"^  --(\w+)", text, re.M)) == set(EVAL_FLAGS) - {"out"}
     assert "the only source of randomness (default: 0)" in text and "(default: (16,))" in text
 
@@ -548,7 +547,7 @@ def test_the_command_line_has_models_then_data_then_flags():
 def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
                  extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
-    kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "{problem}="}}
+    kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "", "date": "1"}}
     for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "torz.json").write_text(json.dumps(facts | changes))
@@ -568,6 +567,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     assert eval_configs(["me/mine", "a.json"])[0].template == "plain"
     for argv, words in (([a, b, "a.json"], "different settings (stop: "), ([rows, "a.json"], "is a file;"),
                         ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
+                        ([f"{tmp_path}/old", "a.json", "--date", "2"], "export has --system_prompt and --d"),
                         ([f"{tmp_path}/run", "a.json"], "is a folder of a run, not of a model; needed: ")):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)
@@ -671,8 +671,9 @@ def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkey
     assert run_ranks(1, outcome, [tiny, "other", *argv, "--engine", "vllm"]) == [
         f"vLLM runs only models of one kind in a process, and other differs from {tiny} in config.json, "
         "tokenizer or end tokens; needed: a separate command for each, or --engine torch"]
-    file = "short/config.json"
-    assert run_ranks(2, outcome, [tiny, *argv, "--out", file])[0].endswith(
+    assert run_ranks(2, outcome, [tiny, *argv, "--out", "short/config.json"])[0].endswith(
         "File exists: 'short/config.json'); needed: --out with a writable folder")
     assert "weights of broken differ in model.layers.2" in run_ranks(1, outcome, [tiny, "broken", *argv])[0]
+    evaluate.FolderLock(Path("out/lock")).claim()  # as another evaluation with the same --out
+    assert "out is in use by process " in run_ranks(1, outcome, [tiny, *argv, "--out", "out"])[0]
     assert not Path("runs").exists()

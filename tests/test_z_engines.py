@@ -105,8 +105,7 @@ def check_logprobs(samples, policy, temperature):
 
 
 def naive_nucleus(logits, top_p) -> dict:
-    """Returns token -> log-prob for the nucleus: the fewest tokens whose probabilities sum to `top_p` or
-    more."""
+    """Returns token -> log-prob for the nucleus: the fewest tokens whose probabilities sum to `top_p`."""
     probs, kept = logits.double().softmax(-1).tolist(), {}
     for token in sorted(range(len(probs)), key=lambda i: -probs[i]):
         if sum(kept.values()) < top_p or top_p == 1:

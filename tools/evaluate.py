@@ -57,6 +57,7 @@ from configs import (
 from data import fingerprint, prompt_form
 from engine import Engine
 from grading.worker import Grader
+from guard.lock import FolderLock
 from guard.start import check_gold, with_date
 from guard.watch import watch
 from model import Policy, files_weights, folder_fingerprint, load_tokenizer, on_meta, resolve
@@ -171,7 +172,12 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
-        print_help()
+        print(__doc__)
+        default = parse(["orz-7b", "--max_model_len", "0"], kind=EvalConfig)
+        for name, meaning in (meanings() | meanings(EvalConfig)).items():
+            if name in EVAL_FLAGS and name != "out":
+                print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
+                                    initial_indent="  ", subsequent_indent="      "))
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = list(argv[len(paths):])
@@ -184,12 +190,15 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     require(len(set(map(model_name, models))) == count, "the same model twice",
             "each model once")
     # --max_model_len 0 removes the preset's limit on the length of prompt plus response.
-    preset = ["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files, "--out", ""]
-    cfg, given = parse([*preset, *flags], "tools.evaluate", EvalConfig), given_flags(flags)
+    cfg, given = parse(["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files,
+                        "--out", "", *flags], "tools.evaluate", EvalConfig), given_flags(flags)
     for name in given:
         require(name in EVAL_FLAGS, f"--{name} has no effect in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
-    check_reward(cfg)
+    terms = terms_of(cfg)
+    require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
+                for t in terms), f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
+            "one grader for each row, because the others have no effect in evaluation")
     if cfg.write_rows:
         condition, file = cfg.write_rows[0], Path(cfg.write_rows[1])
         require(bool(re.fullmatch(CONDITION, condition)) and file.suffix == ".jsonl"
@@ -206,9 +215,11 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
     """Returns the settings with which the models were trained (torz.json): name -> value, for each name in
     EVAL_FLAGS but not in `given`. form: the text of --template, if it is in `given`. Raises UserError if two
     models were trained with different settings."""
-    found: dict[str, Any] = {}
+    found = {}
     for facts in filter(None, map(_trained, models)):
         template, unused = facts["template"], given
+        require(not given & {name for name in ("system_prompt", "date") if facts.get(name)},
+                "the chat template of an export has --system_prompt and --date inside", "neither of them")
         if "template" not in given:
             require(prompt_form(template) == facts["prompt"],
                     f"{template} has another text than at the training", "that text, or another --template")
@@ -231,26 +242,6 @@ def _trained(model):
         return read_json(Path(hf_hub_download(model, MARKER)))
 
 
-def print_help() -> None:
-    """Print this file's docstring, then each flag of an evaluation with its meaning and default."""
-    print(__doc__)
-    default = parse(["orz-7b", "--max_model_len", "0"], kind=EvalConfig)
-    for name, meaning in (meanings() | meanings(EvalConfig)).items():
-        if name in EVAL_FLAGS and name != "out":
-            print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
-                                initial_indent="  ", subsequent_indent="      "))
-
-
-def check_reward(cfg: Config) -> None:
-    """Raises UserError if --reward has a weight, a reward part, or a second grader for one data set. These
-    have no effect in an evaluation."""
-    terms = terms_of(cfg)
-    require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
-                for t in terms),
-            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
-            "one grader for each row, because the others have no effect in evaluation")
-
-
 # --- results
 
 
@@ -267,7 +258,7 @@ def result_folder(cfg: Config, models: int) -> Path:
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
         folder = Path(cfg.out, name) if models > 1 else Path(cfg.out)
-    require(not folder.is_dir() or not os.listdir(folder), f"{folder} is not empty",
+    require(not folder.is_dir() or set(os.listdir(folder)) <= {"lock"}, f"{folder} is not empty",
             "an --out that is new or empty")
     return folder
 
@@ -276,7 +267,7 @@ def make_folders(folders: Sequence[Path]) -> None:
     """Make the result folders. Raises UserError for a folder that can't be made."""
     for folder in folders:
         with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            FolderLock(folder / "lock").claim()
 
 
 @dataclass(frozen=True, eq=False)
