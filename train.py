@@ -779,7 +779,7 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
-        log.alarm(f"grading failed: {ascii(error)}", step)
+        log.alarm(f"grading failed, and the term of --reward is 0: {ascii(error)}", step)
     return dist.stop_requested()
 
 
