@@ -205,7 +205,7 @@ class Config:
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
     eval_top_p: Part = 1.0  # top-p (nucleus sampling) in evaluation; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
-    grade_workers: Count = 1  # grading processes of each rank
+    grade_workers: Count = 1  # grading processes of each rank; with functions in --reward, twice as many
     grade_deadline: Positive = 5.0  # CPU seconds to grade one answer
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
