@@ -283,8 +283,7 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
-    saved = ckpt.read_state(found) if found else {
-        "step": 0, "config": {"date": ""}, "noted": {}, "read": {}}
+    saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}, "noted": {}}
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
     if found:  # a resumed run keeps its first --start_from
         for flag in ("start_from", "resume"):
@@ -312,8 +311,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     # resumed run repeats the step, so these problems do not count as solved.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     # `read` keeps the evaluation sets and models of earlier parts of the run that this part does not use.
-    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "read": saved["read"] | read,
-             "solved": solved}
+    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "solved": solved,
+             "read": saved.get("read", {}) | read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     if origin:
