@@ -236,7 +236,7 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
 
 def _trained(model):
     """Returns the content of the model's torz.json; nothing for a model that is no export of torz."""
-    if Path(model).exists():
+    if Path(model).parent.is_dir():  # then `model` is a path, not an id
         return read_json(Path(model, MARKER))
     with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
         return read_json(Path(hf_hub_download(model, MARKER)))
