@@ -104,6 +104,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts in Sample.parts, and in_loss=False for those that
     --mask_truncated excludes. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
+    if not weights and not cfg.mask_truncated:
+        return list(samples)  # a copy of every sample takes 1 % of the demo's step
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
@@ -245,7 +247,8 @@ class Trajectories:
         problem = self.problems[s.prompt_id]
         self.complete[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
-        row, facts = json.loads(problem.fields or "{}"), {"tokens": len(s.ids), "turns": s.turns}
+        row = json.loads(problem.fields) if problem.fields else {}
+        facts = {"tokens": len(s.ids), "turns": s.turns}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit((*s.key, i), s.policy_text, problem.answer, s.stopped, problem.kind,
                                extractor, term.custom, problem=problem.text, row=row, sample=facts)
@@ -398,7 +401,7 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
 
     held[r]: keys of the unfinished trajectories on rank r"""
     ranks, total = len(held), sum(map(len, held))
-    # If the ranks can't have equal numbers of keys, the fullest ranks keep one key more. So fewer keys move.
+    # If the ranks can't have equal numbers of trajectories, the fullest ranks keep one more. So fewer move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
