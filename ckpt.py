@@ -60,6 +60,7 @@ from configs import (
     UserError,
     changed,
     differences,
+    read_json,
     require,
     short_hash,
     show,
@@ -201,13 +202,12 @@ class Saver:
             remove_unfinished(out / "ckpt" / "step_*")
             prune(out, cfg.keep, cfg.keep_best)
 
-    def save(self, step: int, carried: Sequence[Sample] = (), wait: bool = False) -> None:
+    def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Wait for the previous save. Then start a new save, unless `step` is saved already. Raises UserError
         as `finish` does.
 
         step: number of finished steps
-        carried: this rank's trajectories that the next step continues
-        wait: wait for the new save too"""
+        carried: this rank's trajectories that the next step continues"""
         self.finish()
         if step == self.saved:
             return
@@ -216,8 +216,6 @@ class Saver:
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
-        if wait:
-            self.finish()
 
     def finish(self) -> None:
         """Wait until the last save has ended. Raises UserError, the same on every rank, if two saves in a row
@@ -536,16 +534,15 @@ def source_of(who: str, config: Mapping[str, Any]) -> str:
     return config.get(f"{who}_model") or config["model"]
 
 
-def is_export(folder: Path) -> bool:
-    return (folder / MARKER).is_file() and not folder.is_symlink()
-
-
 def check_export_path(out: Path) -> None:
-    """Raises UserError if `out` exists, unless it is an empty folder or an earlier export."""
-    new = not os.path.lexists(out)
-    empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
-    require(new or empty or is_export(out), f"{out} exists, but is no earlier export", "a new path, an empty "
-            "folder, or an earlier export")
+    """Raises UserError if `out` exists, unless it is an empty folder or has only files of an earlier export,
+    which the new export replaces."""
+    if os.path.lexists(out):
+        ours = out.is_dir() and not out.is_symlink()
+        files = read_json(out / MARKER).get("files", ())
+        more = [path.name for path in out.glob("*") if path.name not in files]
+        require(ours and not more, f"{out} exists, and an export would replace {', '.join(more) or 'it'}",
+                "a new path, an empty folder, or an earlier export without other files")
 
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
@@ -578,7 +575,6 @@ def _write_export(out, state, model, tokenizer, source, facts):
         config.num_labels = 1
     temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
     temp.mkdir(parents=True)
-    (temp / MARKER).write_text(json.dumps(facts, indent=1))
     save_torch_state_dict(state, temp)
     config.save_pretrained(temp)
     tokenizer.save_pretrained(temp)
@@ -587,7 +583,9 @@ def _write_export(out, state, model, tokenizer, source, facts):
         (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
     for file in Path(source).glob("generation_config.json"):
         shutil.copy(file, temp)
-    if is_export(out):
+    facts = facts | {"files": [MARKER, *os.listdir(temp)]}
+    (temp / MARKER).write_text(json.dumps(facts, indent=1))
+    if out.exists():
         out.rename(old)
     temp.rename(out)  # fails if `out` exists and is not an empty folder
 

@@ -730,7 +730,7 @@ def check_paths(cfg: Config) -> None:
     checks nothing in a run on several machines: later checks cover both."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    if Path(cfg.model).parent.is_dir() or not HUB_ID.fullmatch(cfg.model):
+    if not from_hub(cfg.model):
         model_folder(cfg.model)
     for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
         if ":" not in path:
@@ -765,8 +765,14 @@ def check_model(path: str) -> None:
             f"{run}/export/policy, or first: python ckpt.py export {run} last OUT")
 
 
+def from_hub(name: str) -> bool:
+    """Returns whether `name` is a model of the Hugging Face Hub. OWNER/NAME is a path if the folder OWNER
+    exists."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).parent.is_dir()
+
+
 def model_folder(path: str) -> Path:
-    """Returns the path of a model's folder. Raises UserError if `path` is not such a folder."""
+    """Returns Path(path). Raises UserError if it is not a model's folder."""
     check_model(path)
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
             _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
@@ -827,7 +833,6 @@ def replace_text(path: Path, text: str) -> None:
 
 
 DATA_FILES = (".json", ".jsonl", ".parquet")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_json(file: Path) -> Any:

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 import dist
-from configs import CHUNK_BYTES, HUB_ID, explained, model_folder, read_json, require, short_hash
+from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, require, short_hash
 from data import Pack
 from dist import Device, Weights
 
@@ -427,6 +427,7 @@ class Critic(PackModel):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, pack: Pack) -> Tensor:
+        """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false."""
         at = pack.loss_tokens
         value = self.score(self.hidden_before(pack, at))[:, 0].float()
         return value.new_zeros(len(pack.tokens)).index_put((at,), value)
@@ -436,11 +437,6 @@ def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor,
     """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution that
     predicts the token. Both are 0 where pack.mask is false."""
     return policy(pack, temperature)
-
-
-def values(critic: nn.Module, pack: Pack) -> Tensor:
-    """Returns fp32 (T,): the critic's value of the text before each token; 0 where pack.mask is false."""
-    return critic(pack)
 
 
 # --- loading
@@ -456,11 +452,9 @@ def resolve(name: str) -> str:
     downloaded unless it is in the cache.
 
     A collective. Raises UserError, the same on every rank."""
-    if not HUB_ID.fullmatch(name):
-        return name
-    here = Path(name).parent.is_dir()  # then `name` is a path, not an id
-    dist.together(lambda: here or _download(name))
-    return name if here else snapshot_download(name, local_files_only=True, **MODEL_FILES)
+    hub = from_hub(name)  # may differ between machines
+    dist.together(lambda: hub and _download(name))
+    return snapshot_download(name, local_files_only=True, **MODEL_FILES) if hub else name
 
 
 def _download(name):
@@ -545,7 +539,7 @@ def load_critic(path: str, device: Device = "cpu",
 
 
 # Tensors that a folder's files may have although the Policy or Critic has no such parameter.
-NOT_OURS = ("lm_head.weight", "score.weight", "rotary_emb.inv_freq")
+NOT_OURS = ("lm_head.weight", "rotary_emb.inv_freq")
 
 
 def on_meta(kind: type, path: str) -> PackModel:
@@ -560,7 +554,8 @@ def on_meta(kind: type, path: str) -> PackModel:
             "a folder with the files of one model")
     require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
             "the folder of a language model, such as RUN/export/policy")
-    # Not state_dict(), which lists a tied weight twice.
+    # name -> shape. All parameters, but not score.weight if the files lack it. named_parameters() lists a
+    # tied weight once, state_dict() twice.
     ours = {name: p.shape for name, p in model.named_parameters() if name in files or name != "score.weight"}
     theirs = {name: x for name, x in files.items() if name in ours or not name.endswith(NOT_OURS)}
     wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())

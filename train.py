@@ -99,7 +99,7 @@ from guard.start import (
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, resolve, values
+from model import load_critic, load_policy, load_tokenizer, logprobs, resolve
 from rollout import (
     TRAIN,
     Sets,
@@ -239,8 +239,10 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 
 
 def stop(run: Run, step: int) -> bool:
-    """Save a checkpoint after `step` finished steps. Returns False, the result of `train`."""
-    run.saver.save(step, run.carried, wait=True)
+    """Save a checkpoint after `step` finished steps. Returns False, which `train` returns for a stopped
+    run."""
+    run.saver.save(step, run.carried)
+    run.saver.finish()
     return False
 
 
@@ -434,9 +436,9 @@ def draw_and_carry(run: Run, step: int,
 @dist.phase("rollout")
 def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
          carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training, and add the extra rewards (rollout.REWARD_PARTS). Returns
-    this rank's graded samples, and with --carry the trajectories for the next step. Adds solved problems to
-    run.solved.
+    """Call `rollout` with the settings of training. Add the extra rewards (rollout.REWARD_PARTS) to the
+    samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
+    trajectories that the next step continues.
 
     key: part of the random seed: (step,), or (step, round) in a round of `resample`"""
     cfg = run.cfg
@@ -609,7 +611,7 @@ def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Conf
     """Returns the minibatches with values, returns and whitened advantages. Without a critic, all values are
     0 (REINFORCE++, arXiv 2501.03262)."""
     def estimate(p):
-        v, rewards = values(critic.model, p) if critic else torch.zeros_like(p.rewards), p.rewards
+        v, rewards = critic.model(p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
             kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
@@ -674,7 +676,7 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
     tokens: number of tokens in the loss of the whole update
     responses: not used, but `train_role` passes the same arguments to both losses"""
-    loss = ppo.value_loss(values(model, p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
+    loss = ppo.value_loss(model(p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 

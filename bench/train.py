@@ -36,7 +36,7 @@ from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
 from data import Pack, Sample, pack
-from model import ChunkedLogProbs, Critic, Policy, logprobs, values
+from model import ChunkedLogProbs, Critic, Policy, logprobs
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
@@ -95,7 +95,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
             logp, _ = logprobs(model, p, 1.0)
             loss, _ = ppo.policy_loss(logp, logp.detach(), p.advantages, p.mask, count, 0.2, 0.2, None)
         else:
-            v = values(model, p)
+            v = model(p)
             loss = ppo.value_loss(v, v.detach(), p.rewards, p.mask, count, 0.2)
         loss.backward()
     dist.clip_grad_norm(model, 1.0)

@@ -78,7 +78,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
     - is not empty, with --resume never (allowed after a restart by torchrun)
     - has a file or folder of WRITTEN, but is not a run's folder
     - has exports, but no complete checkpoint
-    - has an export/policy or export/critic that is neither an empty folder nor an earlier export"""
+    - has an export/policy or export/critic with anything else than an earlier export"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)

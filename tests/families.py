@@ -159,9 +159,9 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
         facts = {"prompt": "{problem}", "system_prompt": ""}
         ckpt.export_hf(dist.full_weights(module), module, tokenizer, path, out / name, facts)
     with torch.no_grad():
-        logp, value = model.logprobs(policy, p, 1.0)[0], model.values(critic, p)
+        logp, value = model.logprobs(policy, p, 1.0)[0], critic(p)
         want = original_logp(original(str(out / "policy")), samples, 1.0)
-        again = model.values(model.load_critic(str(out / "critic")), p)
+        again = model.load_critic(str(out / "critic"))(p)
         last = torch.stack([value[end - 1] for end in p.cu_seqlens[1:].tolist()])
         scores = original_scores(str(out / "critic"), critic, samples)
     gaps = {"policy": logp - want, "critic": last - scores, "critic, loaded again": value - again}

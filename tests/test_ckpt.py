@@ -376,7 +376,7 @@ def copy_of(two_ranks, out):
     return out
 
 
-@pytest.mark.parametrize("where", ["run", "run/ckpt", "mine", "link", "mine/thesis.tex", "dangling"])
+@pytest.mark.parametrize("where", "run run/ckpt mine link mine/thesis.tex dangling exported".split())
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
     """The export is refused before it reads the checkpoint, which is damaged here."""
     run_ = copy_of(two_ranks, tmp_path / "run")
@@ -385,6 +385,8 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
     (tmp_path / "mine" / "thesis.tex").write_text("a year of work")
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "dangling").symlink_to("nothing")
+    shutil.copytree(two_ranks[0] / "export/policy", tmp_path / "exported")
+    (tmp_path / "exported/README.md").write_text("a model card")
     before = tree(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path}/{where} .*; needed: a new path") as said:
         ckpt.main(["export", str(run_), "4", f"{tmp_path}/{where}"])
@@ -606,7 +608,8 @@ def poisoned(out, what):
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    saver.save(1, wait=True)
+    saver.save(1)
+    saver.finish()
     assert warnings == []
     place = model[0].weight if what == "weight" else optimizer.state[model[0].weight]["exp_avg_sq"]
     local = place.to_local() if isinstance(place, DTensor) else place
@@ -650,7 +653,8 @@ def busy(out, steps, disk):
     """Saves a checkpoint of each step, with --keep 1. Calls disk() after the first save. Returns warnings."""
     saver, _, said = small(out, keep=1, keep_best="auto")
     for step in steps:
-        saver.save(step, wait=True)
+        saver.save(step)
+        saver.finish()
         if disk and step == steps[0]:
             disk()
     return said

@@ -149,7 +149,7 @@ def test_the_critic_reads_the_state_before_each_token(tiny):
     tokens = p.tokens.clone()
     tokens[at] = 5 if tokens[at] != 5 else 6
     with torch.no_grad():
-        a, b = model.values(critic, p), model.values(critic, data.replace(p, tokens=tokens))
+        a, b = critic(p), critic(data.replace(p, tokens=tokens))
     end = int(p.cu_seqlens[1:][p.cu_seqlens[1:] > at][0])
     assert torch.equal(a[:at + 1], b[:at + 1]) and torch.allclose(a[end:], b[end:], atol=1e-6)
     assert end == at + 1 or (a[at + 1:end] - b[at + 1:end]).abs().max() > 1e-4
@@ -172,5 +172,5 @@ def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
     p = data.pack(make_samples(8))
     p = data.replace(p, tokens=p.tokens % 64, mask=torch.ones_like(p.mask))
     with torch.no_grad():
-        spread = model.values(model.load_critic(str(tmp_path)), p).std()
+        spread = model.load_critic(str(tmp_path))(p).std()
     assert 0.5 < spread * 3584**0.5 < 2

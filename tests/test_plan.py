@@ -76,7 +76,9 @@ def updated(cfg) -> dict[str, int]:
         used["AdamW"] += sum(bytes_of(v) for s in who.optimizer.state.values() for v in s.values())
     models = {t.name: (t.model, t.optimizer) for t in (policy, critic, ref)}
     warnings = []
-    ckpt.Saver(out, models, cfg, {}, 0, warnings.append).save(1, wait=True)
+    saver = ckpt.Saver(out, models, cfg, {}, 0, warnings.append)
+    saver.save(1)
+    saver.finish()
     assert warnings == []
     return used
 

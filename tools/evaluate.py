@@ -46,6 +46,7 @@ from configs import (
     check_model,
     differences,
     explained,
+    from_hub,
     given_flags,
     meanings,
     parse,
@@ -91,7 +92,7 @@ def _estimates(metrics):
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns name of an evaluation set -> its file, size and scores, as in scores.json."""
+    """Returns the content of scores.json: name of an evaluation set -> its file, size and scores."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -236,7 +237,7 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
 
 def _trained(model):
     """Returns the content of the model's torz.json; nothing for a model that is no export of torz."""
-    if Path(model).parent.is_dir():  # then `model` is a path, not an id
+    if not from_hub(model):
         return read_json(Path(model, MARKER))
     with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
         return read_json(Path(hf_hub_download(model, MARKER)))
