@@ -482,7 +482,7 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     packs = max(1, math.ceil(total / (pack_len * ranks)))
     while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
         packs += 1
-    # After this sort, the k-th packs of all ranks are neighbours, so they have similar costs.
+    # The ranks take the sorted packs in turn. So the k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
     indices = [[i for u in b for i in units[u]] for b in bins]
     return [indices[rank::ranks] for rank in range(ranks)]
@@ -592,7 +592,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
         inverse     0 1 2 3 4   0 1 2 3 5   6  7
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
-    computed = np.arange(starts[-1])
+    computed = np.arange(starts[-1])  # token -> the token whose hidden state it takes
     # In sorted order, i is the segment before j. No earlier segment shares a longer prefix with j.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):

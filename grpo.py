@@ -7,7 +7,8 @@ Three flags make an algorithm:
     --advantage    how rewards become advantages: `group_advantages`, or ppo.gae for return_whiten
     --aggregation  how the losses of tokens are averaged: `token_weights`
     --ratio        the importance ratio and its clipping: `policy_loss`
-To add an algorithm, add a branch to one of these functions.
+To add an algorithm, add a branch to one of these functions. An advantage that depends on more than rewards
+needs a branch in train.add_group_advantages.
 
 Shapes (ppo.py explains packs, segments and updates):
     P, n     number of prompts, and number of samples of each; a group is the samples of one prompt

@@ -82,12 +82,12 @@ class Meter:
 
 def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
                     turns: bool = False, per_prompt: int = 0) -> None:
-    """Add the metrics of the step's samples.
+    """Add the metrics of the step's samples to `meter`.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)
     parts: the NAMEs of the metrics `reward/NAME`
     turns: whether to add `turns` and `response_len/sampled` (true with --env)
-    per_prompt: `pass@n` and `uniform_groups` leave out prompts with fewer samples than per_prompt
+    per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples
         (possible with --carry)"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]

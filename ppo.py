@@ -40,7 +40,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
-    # step (T,): for each token, the last time step at or before it, as an index into `steps`
+    # step (T,): for each token, the last token in `mask` at or before it, as an index into `steps`
     step = (so_far - 1).clamp(min=0)
     # in_reach (T,): whether the token's segment has a time step at or before the token
     in_reach = (segment[steps[step]] == segment) & (so_far > 0)

@@ -120,7 +120,7 @@ class FusedDecoder:
         return rms_norm(self.policy.model.norm, x)
 
     def _attention(self, attention, heads, cos, sin, cache, i):
-        """Returns the output (R, D) of the attention of layer i.
+        """Returns the output (R, D) of the attention of layer i, for the next token of each of R responses.
 
         heads (R, (H + 2 Hkv) d): query heads, key heads and value heads, concatenated"""
         rows, d, kv = len(heads), attention.head_dim, self.policy.config.num_key_value_heads

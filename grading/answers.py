@@ -491,7 +491,8 @@ def _read_list(text, depth):
 
 
 def _several(reading):
-    """Returns the elements of a list that has no braces. Any other Reading, also a set, gives [reading]."""
+    """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
+    one element."""
     return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
 
 
@@ -776,7 +777,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 def _bag(text):
     """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
-    (-9+x^2). A number keeps its order. Of an equation, only the sides and their terms are sorted."""
+    (-9+x^2). But the digits of a number keep their order, and of an equation only the sides and their terms
+    are sorted, not the characters."""
     text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
     if "=" in text:
         return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))

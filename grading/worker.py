@@ -65,11 +65,10 @@ SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
 
-# A request to a worker:
+# A request to a worker is a tuple:
 #     "compare", answer, gold, kind      call answers.grade
 #     "score", function, JSON      call a reward function. JSON: parameter -> value
 #     "reply", function, JSON      call the environment
-Request = tuple
 
 
 class Grade(NamedTuple):
@@ -123,7 +122,7 @@ _modules = {}  # folder of a user's file -> {name: module} of the modules import
 
 
 def _outcome(what, *arguments):
-    """Carry out a Request. Returns the reward and its reason, or a Reply and "replied"."""
+    """Carry out a request. Returns the reward and its reason, or a Reply and "replied"."""
     if what == "reply":
         return _reply(*arguments), "replied"
     value = grade(*arguments) if what == "compare" else _call(*arguments)
@@ -396,7 +395,7 @@ class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
     can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
-    workers     number of worker processes for comparisons, and for calls of functions
+    workers     number of worker processes for comparisons, and of those for calls of functions
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
@@ -461,7 +460,8 @@ class Grader(AbstractContextManager):
         gold: the right answer
         stopped: whether the response ended with EOS or a stop string; if False, its reward is 0
         custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
-        more: values of the function's parameters `problem` (also for `repeats`), `row` and `sample`"""
+        more: values of the function's parameters `problem`, `row` and `sample`. Without a function, `problem`
+            is the text that an answer must not repeat (answers.repeats)"""
         require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
                 f"one of {', '.join(KINDS)}")
         answer, gold = extract(text, extractor), gold.strip()

@@ -324,14 +324,16 @@ def _update_instants(case, name, kept):
         # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the compute dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
-        # 2. Backward pass of layer i. Gradients: head in the compute dtype, layer i + 1 in fp32.
+        # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and
+        #    of layer i + 1 (in fp32).
         {"gathered weights": one_more, "activations": activations + working,
          "whole gradients": b * head + 4 * layer},
-        # 3. End of layer i's backward pass. Gradients: head in the compute dtype, layer i in both
-        #    dtypes, layer i + 1 in fp32.
+        # 3. End of layer i's backward pass. In memory are the gradients of the LM head (in the compute
+        #    dtype), of layer i (in both dtypes) and of layer i + 1 (in fp32).
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the whole backward pass. Gradients: root in both dtypes, one layer in fp32.
+        # 4. End of the whole backward pass. In memory are the gradients of the root (in both dtypes) and of
+        #    one layer (in fp32).
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step, with temporary memory of the size of the weight shards.
@@ -567,7 +569,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
 def shortage(case: Case) -> str:
     """Returns a sentence that says which memory is too small; "" if the run fits. The plan for CPUs is not
-    exact, so on CPUs a plan of up to twice the available memory still fits."""
+    exact, so on CPUs a plan of up to twice the available memory counts as fitting."""
     phase, usage = fullest(case)
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total

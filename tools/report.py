@@ -38,8 +38,8 @@ def _values(runs, key):
 
 
 def _flags(run):
-    """Returns a run's flags without `seed` and `out`, and what config.json says of packages, code, data and
-    models; {} if there is no config.json."""
+    """Returns what config.json says of a run: its packages, code, data and models, and its flags except
+    `seed` and `out`. {} if there is no config.json."""
     config = read_json(run / "config.json")
     config |= config.pop("versions", {})
     return {f"--{name.lstrip('-')}": str(value) for name, value in config.items()
