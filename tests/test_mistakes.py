@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 import dist
 import reward
-from configs import UserError, check_paths, parse, run_command
+from configs import UserError, check_paths, check_trackers, parse, run_command
 from engines import vllm_engine
 from tools import report
 from tools import tiny as tiny_model
@@ -142,6 +142,9 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     (run / "config.json").write_text('{"algo')
     with pytest.raises(UserError, match="step_000002/2 is no complete checkpoint; needed: a run"):
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if wandb were not installed
+    with pytest.raises(UserError, match="but wandb is not installed; needed: pip install wandb$"):
+        check_trackers(parse(["tiny-ppo", "--track", "wandb"]))
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
         with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):

@@ -448,6 +448,9 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
     short = dataclasses.replace(cfg, max_response_len=39, max_model_len=40)  # leaves 38 tokens here
     assert rollout.overlong([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
+    # Kimi k1.5's length reward; a wrong response gets at most 0
+    assert rollout.length([sample(10, 0.0), sample(20, 1.0), sample(30, 1.0)], cfg) == [0, 0, -0.5]
+    assert rollout.length([sample(10, 1.0), sample(30, 0.0)], cfg) == [0.5, -0.5]
     (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
