@@ -138,7 +138,7 @@ class Sample:
 
     @property
     def entered(self) -> dict[str, float]:
-        """Returns name -> weighted value of each term of the score: the grader and all `parts`."""
+        """Returns a dict: name -> weighted value of each term of the score (the grader and all `parts`)."""
         return {self.grader: self.weight * self.reward} | self.parts
 
     @property
@@ -163,7 +163,7 @@ class Pack:
     positions: Tensor  # (T,) int64, from 0 in each segment
     cu_seqlens: Tensor  # (N+1,) int32, where segments start and end
     mask: Tensor  # (T,) bool, true where tokens[t] was sampled and enters the loss
-    loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would make the CPU wait
+    loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would wait for the GPU
     fresh_tokens: Tensor  # (F,) indices of the loss tokens that this step's weights sampled
     engine_logp: Tensor  # (T,) log p(tokens[t] | earlier tokens of its segment), from the engine
     rewards: Tensor  # (T,) the sample's score on its last token, else 0
@@ -191,8 +191,8 @@ class Pack:
 
 def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
                   longest: int = 0, keep_fields: bool = False) -> list[Problem]:
-    """Returns all problems of the files. Drops repeated rows and prompts that are too long. Raises UserError
-    if none is left, or if a row can't be read.
+    """Returns all problems of the files, without repeated rows and too long prompts. Raises UserError if no
+    problem is left, or if a row can't be read.
 
     longest: maximum tokens of prompt plus response; 0: cfg.model_len
     keep_fields: whether to set Problem.fields"""
@@ -230,15 +230,15 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
 
 
 def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
-    """Returns a function from a conversation to the tokens of a prompt. The conversation's last turn is the
-    problem. Only the template "chat" can show earlier turns.
+    """Returns a function that turns a conversation into the tokens of a prompt. The last turn of the
+    conversation is the problem. Only the template "chat" can show earlier turns.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
-    with suppress(ValueError):  # signal.signal works only in the main thread
+    with suppress(ValueError):  # only the main thread can set the handler; without it, no time limit
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
@@ -254,8 +254,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
 
 
 def prompt_form(template: str) -> str:
-    """Returns the text of a template; "" for "chat". Raises UserError if the template is missing or lacks
-    {problem}."""
+    """Returns the text of a template, which contains {problem}; for "chat", returns "". Raises UserError if
+    the template is missing or lacks {problem}."""
     if template == "chat":
         return ""
     if template in TEMPLATES:
@@ -307,6 +307,7 @@ def fix_date(tokenizer: Any, day: str) -> str:
     on every day. Returns `day`, or "" if the template does not print today's date. Raises UserError if `day`
     is no date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    # A template with its own macro strftime_now has a fixed date already, such as the template of an export.
     if not day or "strftime_now" not in own or "macro strftime_now" in own:
         return ""
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
@@ -321,8 +322,8 @@ DIRECTIVES = "a A b B c d e F D H I j m M p R S T U w W x X y Y -d -m -H -I".spl
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template that makes the same prompts as in training, or "" if that is not
-    possible.
+    """Returns a Jinja chat template that makes the same prompts as in training. Returns "" if the new chat
+    template gives an example other tokens than training does.
 
     form: the text of --template, with {problem} in place of the problem; "" for `--template chat`"""
     if not form:
@@ -347,7 +348,8 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))  # batch_at draws from each
+    # With a fractional weight, prompts are drawn from each file separately, so the hash depends on the files.
+    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))
     every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}"
                         f"{files.index(p.file) if p.weight % 1 else ''}".encode()) for p in problems]
     return short_hash("".join(every).encode())
@@ -361,7 +363,7 @@ NONE: Solved = {}
 
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
-    Random problems replace solved ones."""
+    Random problems replace solved problems."""
     numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
     shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
@@ -456,8 +458,8 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
-    """Returns minibatches[m][rank][pack], a list of sample indices. A minibatch has the same samples for
-    any number of ranks.
+    """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
+    same samples for any number of ranks.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
@@ -469,7 +471,8 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
-    """Returns packs[rank][k] of one minibatch, a list of sample indices. All ranks have equally many packs.
+    """Returns the packs of one minibatch: result[rank][k] is the list of sample indices of the rank's k-th
+    pack. All ranks have equally many packs.
 
     The ranks compute their k-th packs at the same time, and wait for the slowest rank. So the k-th packs of
     all ranks have similar costs. Short samples of one prompt stay together, because a pack computes their
@@ -580,8 +583,8 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which tokens the model computes. If several segments begin with the same tokens, the hidden
-    states of these tokens are equal, so the model computes one copy of them.
+    """Returns two arrays that say which tokens the model computes. If several segments begin with the same
+    tokens, the hidden states of these tokens are equal, so the model computes one copy of them.
 
     1. `unique` (U,): indices of the computed tokens
     2. `inverse` (T,): for each token, the position of its computed copy in `unique`
@@ -592,8 +595,8 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
         inverse     0 1 2 3 4   0 1 2 3 5   6  7
     """
     starts = [0, *itertools.accumulate(map(len, segments))]
-    computed = np.arange(starts[-1])  # token -> the token whose hidden state it takes
-    # In sorted order, i is the segment before j. No earlier segment shares a longer prefix with j.
+    computed = np.arange(starts[-1])  # computed[t]: the token whose hidden state token t gets
+    # In sorted order, segment i comes right before j. No segment before i shares a longer prefix with j.
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from configs import UserError, explained, require, short_hash
 
-# DCP warns when a single process reads or writes a checkpoint. Nothing is wrong then.
+# torch.distributed.checkpoint (DCP) warns if a single process reads or writes a checkpoint. This is no error.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
 Device = torch.device | str
@@ -93,7 +93,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # Longer than stall_limit, so that guard.watch ends a hung run first: it also prints the stacks.
+        # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
                               world_size=size, store=fresh_store(rank, size, timeout))
@@ -114,8 +114,8 @@ def check_allocator() -> None:
 
 
 def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store for torch's process group, or None if torchrun shares no store. Raises
-    RuntimeError on timeout.
+    """Returns a key-value store for torch's process group. Returns None if torchrun shares no store, or
+    without torchrun: torch then makes a store itself. Raises RuntimeError on timeout.
 
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
     on a new prefix for their keys: a hash of random nonces, one from each rank.
@@ -173,7 +173,7 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
-        # None, FSDP's default, keeps the root's weights gathered after the forward pass.
+        # None, FSDP's default, keeps the root's weights gathered, because the backward pass needs them first.
         fully_shard(group, mesh=over, mp_policy=precision,
                     reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)
@@ -183,8 +183,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
-    """Yields the packs of an update. The caller runs a forward and a backward pass on each pack, before it
-    takes the next. Every rank must have the same number of packs.
+    """Yields the packs of an update. The caller runs a forward and a backward pass on each pack before it
+    asks for the next pack. Every rank must have the same number of packs.
 
     With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
     pass. This saves communication."""
@@ -200,14 +200,15 @@ def reshard_all(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    # module.reshard() has replaced some parameters, but FSDP (torch 2.13) does not free the old ones.
+    # module.reshard() has replaced some parameters. FSDP (torch 2.13) does not free the memory of the old
+    # parameters, so this loop does.
     for param in before - set(model.parameters()):
         local(param).untyped_storage().resize_(0)
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype. A tied head comes only once, as
-    the embedding. A model on the host is moved to `device` during the iteration.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype. If the output layer is tied to
+    the embedding, only the embedding comes. A model on the host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
     groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
@@ -249,7 +250,7 @@ def deterministic(on: bool) -> Iterator[None]:
         yield
         return
     torch.use_deterministic_algorithms(True)
-    # Filling new memory with NaN is slow, and torz never reads memory before writing it.
+    # Off: filling new memory with NaN is slow, and not needed, because torz never reads unwritten memory.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
@@ -258,9 +259,9 @@ def deterministic(on: bool) -> Iterator[None]:
 
 
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Returns name -> tensor (not a copy) of a model's weights and its optimizer's state. The state of the
-    weight NAME has names such as NAME.exp_avg."""
-    tensors = dict(model.named_parameters())  # lists a tied head once, as the embedding
+    """Returns a dict: name -> tensor (not a copy), for a model's weights and its optimizer's state. The state
+    of the weight NAME has names such as NAME.exp_avg."""
+    tensors = dict(model.named_parameters())  # without an output layer that is tied to the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
@@ -297,8 +298,8 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
     new = {}
     for x, home in tensors_with_homes(model, optimizer):
-        # Usually to_host has stored x in `home` itself. A new tensor, or an uneven shard that FSDP has
-        # padded, has memory of its own, so its values are copied to `home` first.
+        # Usually x already uses the memory of `home`, because of to_host. A new tensor, or an uneven shard
+        # that FSDP has padded, has memory of its own, so its values are copied to `home` first.
         if local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x)
         new[x] = home.to(device, non_blocking=True, copy=True)
@@ -308,7 +309,7 @@ def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 @torch.no_grad()
 def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state from the device to the host. Pass optimizer=None only if the
-    weights have not changed on the device: then nothing is copied."""
+    weights have not changed on the device. Then nothing is copied: the host tensors still have the values."""
     new = dict(tensors_with_homes(model, optimizer))
     for x, home in new.items() if optimizer else ():
         home.copy_(x, non_blocking=True)
@@ -318,8 +319,8 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def tensors_in(folder: str) -> dict[str, Any]:
-    """Returns name -> DCP's metadata of each tensor in a folder's safetensors files. Raises UserError if they
-    can't be read."""
+    """Returns a dict: name -> DCP's metadata (dtype, shape) of each tensor in a folder's safetensors files.
+    Raises UserError if the files can't be read."""
     with explained(f"{folder}/*.safetensors can't be read", "intact copies of them"):
         return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
 
@@ -364,8 +365,8 @@ def on_host(x: Tensor) -> Tensor:
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
-    """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Only for small objects,
-    because every rank receives all of them."""
+    """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Use it only for small
+    objects, because every rank receives all of them."""
     if not td.is_initialized():
         return [x]
     out = [None] * td.get_world_size(group)
@@ -468,6 +469,7 @@ def check_network(world: World, local: int, planned: Sequence[float], say: Calla
 
     local: number of ranks of a node
     planned: the planned speeds in bytes/s, within a node and between nodes; 0: no speed is planned"""
+    # Not measured: nodes with different numbers of ranks, or a single node without a planned speed.
     if world.size % local or (world.size == local and not planned[0]):
         return
     said, found = [], measure_network(world, local)

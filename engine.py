@@ -39,12 +39,13 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 
 class MemoryLedger:
-    """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. `residual` is
-    the GiB that the engine holds while it sleeps. Create the ledger before the engine, because the first
-    reading must not include the engine's memory.
+    """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. The stages
+    are trainer, weights (only vLLM), sync, awake, sampled and asleep. `residual` is the GiB that the engine
+    holds while it sleeps. Create the ledger before the engine allocates memory, because the first reading
+    must not include the engine's memory.
 
-    On a GPU, counts the memory of all processes. torch's own statistics would also count tensors whose
-    memory a sleeping engine has given back."""
+    On a GPU, the readings count the memory of all processes. torch's own statistics would also count tensors
+    whose memory a sleeping engine has given back."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.time = torch.device(device), time.perf_counter()
@@ -114,8 +115,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
-        """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). Copy
-        each tensor before you take the next one, because its memory may be freed then."""
+        """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). When
+        you ask for the next tensor, the memory of the last tensor may be freed. So copy each tensor first."""
 
     @abc.abstractmethod
     def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
@@ -217,8 +218,8 @@ class Engine(abc.ABC):
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Returns the ids of all EOS tokens. Tokenizer, model config and generation config may name different
-    ones."""
+    """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
+    which may name different tokens."""
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None),
              read_json(Path(path) / "generation_config.json").get("eos_token_id")]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
@@ -226,7 +227,8 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
-    """Returns the number of tokens of `after` up to the end of the first stop string; 0 if there is none.
+    """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
+    ends there.
 
     before, after: tokens of one response; the stop string may begin in `before`
 

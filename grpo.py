@@ -51,7 +51,8 @@ def keep_groups(rewards: Tensor) -> Tensor:
 
 
 def batch_std(total: Tensor) -> float:
-    """Returns 1e-6 + the standard deviation of a step's advantages (ScaleRL, 2510.13786). Their mean is 0.
+    """Returns 1e-6 + the standard deviation of a step's advantages (ScaleRL, 2510.13786). The mean of the
+    advantages is 0, so it is not subtracted.
 
     total (2,): number of advantages and sum of their squares, over all ranks"""
     count, squares = total.tolist()
@@ -152,7 +153,8 @@ def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Te
 
 
 def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, how many tokens of its segment are in `mask`; at least 1."""
+    """Returns (T,): for each token, how many tokens of its segment are in `mask`, but at least 1, because the
+    callers divide by this number."""
     return _segment_sum(mask.float(), segment).clamp(min=1)
 
 

@@ -28,14 +28,15 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma: float = 1.0,
         lam: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns advantages (T,) and returns (T,), both 0 outside `mask` (GAE, 1506.02438, eq. 16).
+    """Returns two tensors (T,): advantages A and returns R, both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
-    delta_t = r_t + gamma V_{t+1} - V_t, where V_{t+1} is 0 at a segment's last step
+    delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}
     R_t     = A_t + V_t
 
-    The time steps t are the tokens in `mask`. If another token has a reward, the reward is added to the last
-    time step that comes before this token in the same segment."""
+    The time steps t are the tokens in `mask`. At a segment's last time step, V_{t+1} and A_{t+1} are 0.
+    If another token has a reward, the reward is added to the last time step that comes before this token in
+    the same segment."""
     steps, so_far = mask.nonzero()[:, 0], mask.cumsum(0)  # so_far (T,): time steps at or before each token
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
@@ -122,8 +123,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
     number of response tokens in the whole update.
 
     old_values (T,): values before the step's first update.
-    clip: a token's loss is the larger of two, one with `values`, the other with `values` clamped to
-        old_values ± clip (ppo2 of OpenAI's baselines). None: no clipping."""
+    clip: a token's loss is the larger of two losses. The first is computed with `values`, the second with
+        `values` clamped to old_values ± clip (ppo2 of OpenAI's baselines). None: no clipping."""
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)

@@ -46,13 +46,14 @@ PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a promp
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's length penalties, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
+    """Returns DAPO's length penalty for each sample, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
     return [grpo.overlong_penalty(len(s.ids), min(cfg.max_response_len, cfg.model_len - len(s.prompt)),
                                   cfg.overlong_buffer) for s in group]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Open-Instruct's penalty: -nonstop_penalty for a response cut at the length limit, else 0."""
+    """Returns Open-Instruct's penalty for each sample: -nonstop_penalty if the length limit cut the response,
+    else 0."""
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
@@ -90,22 +91,22 @@ def terms_of(cfg: Config) -> list[Term]:
 
 
 def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns name -> weight of each built-in reward part (REWARD_PARTS) that this run uses."""
+    """Returns a dict: name -> weight of each built-in reward part (REWARD_PARTS) that this run uses."""
     named = {t.name: t.weight for t in terms_of(cfg) if t.name in REWARD_PARTS}
     return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
 
 
 def part_names(cfg: Config) -> list[str]:
-    """Returns the names of graders and reward parts. Each has a metric `reward/NAME`."""
+    """Returns the names of the run's graders and reward parts. Each name has a metric `reward/NAME`."""
     return [*(t.name for t in terms_of(cfg) if t.kind or t.custom), *weighted_parts(cfg)]
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the reward parts in Sample.parts, and in_loss=False for those that
-    --mask_truncated excludes. `samples` must be ordered by (prompt_id, sample_id)."""
+    """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples cut at
+    the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
     shaped, weights = [], weighted_parts(cfg)
     if not weights and not cfg.mask_truncated:
-        return list(samples)  # a copy of every sample takes 1 % of the demo's step
+        return list(samples)  # unchanged; to copy every sample would take 1 % of the demo's step
     for group in group_by_prompt(samples):
         values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
         for i, s in enumerate(group):
@@ -115,8 +116,8 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns data set -> its extractor; "" stands for all other data sets. Raises UserError if a data set
-    has two."""
+    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
+    UserError if --extractor has two extractors for one data set."""
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         dataset = dataset.casefold()
@@ -154,7 +155,7 @@ class Trajectories:
     one of these dicts:
 
         open      unfinished
-        waiting   for a reply of the environment (--env)
+        waiting   the environment (--env) has not replied to the last turn yet
         complete  finished, not graded yet
         graded    finished, with its reward"""
 
@@ -180,16 +181,16 @@ class Trajectories:
             self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories of another rank or of an earlier step: to `graded` if they have a `reason`,
-        such as "wrong", else to `open`."""
+        """Add trajectories of another rank or of an earlier step. A trajectory with a grader's `reason`, such
+        as "wrong", is graded already and goes to `graded`. Any other goes to `open`."""
         for s in trajectories:
             (self.graded if s.reason else self.open)[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
-        """Move unfinished trajectories between ranks. A collective.
+        """Move unfinished trajectories between ranks. All ranks must call this method together.
 
-        target: key of a trajectory -> its new rank; the same dict on every rank. Trajectories that are not in
-            it stay."""
+        target: key of a trajectory -> its new rank; the same dict on every rank. A trajectory whose key is
+            not in `target` stays on its rank."""
         if target and self.engine.ranks > 1:
             outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
                         for rank in range(self.engine.ranks)]
@@ -200,8 +201,8 @@ class Trajectories:
                      progress: Callable) -> bool:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
 
-        Returns False if a signal has aborted the round. With --tp, a signal aborts no round, because the
-        engine's other ranks would wait for ever."""
+        Returns False if a signal has aborted the round, else True. With --tp, a signal aborts no round,
+        because the engine's other ranks would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
         limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
@@ -236,6 +237,7 @@ class Trajectories:
     def _join(self, before, segment):
         turn, text = before.ids[before.turn_start:], segment.text
         if len(turn):
+            # The engine does not see a stop string that began in an earlier round. So cut after it here.
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
@@ -254,8 +256,9 @@ class Trajectories:
                                extractor, term.custom, problem=problem.text, row=row, sample=facts)
 
     def _continue(self, s, reply):
-        """Append the environment's text to `s` for another turn. Complete `s` instead if the environment
-        failed or ended the response, if `s` has --max_turns turns, or if the text leaves no room for another.
+        """Append the environment's text to `s`, so that the policy gets another turn. Complete `s` instead if
+        the environment failed or ended the response, if `s` has --max_turns turns, or if the text leaves no
+        room for another turn.
 
         reply: a Reply, or a Grade if the environment failed"""
         if isinstance(reply, Grade):
@@ -276,8 +279,9 @@ class Trajectories:
         self.open[s.key] = answered(s, reply.text, ids)
 
     def _left(self, s):
-        """Returns how many tokens may still be appended. Prompt plus response may have cfg.model_len tokens,
-        or cfg.engine_len in an evaluation with longer responses (--eval_response_len)."""
+        """Returns how many tokens may still be appended to `s`. A response may have max_tokens tokens. Prompt
+        plus response may have cfg.model_len tokens, or cfg.engine_len in an evaluation with longer responses
+        (--eval_response_len)."""
         cfg = self.cfg
         length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
@@ -309,9 +313,9 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
             max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
             carried: Sequence[Sample] | None = None,
             top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. A collective. Returns
+    """Sample and grade `n` responses to each problem. All ranks must call this function together. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
-    2. with --carry: the rest of this rank's trajectories, for the next step.
+    2. with --carry: the rest of this rank's trajectories, for the next step. Otherwise an empty list.
 
     Both lists are empty if a signal has aborted the rollout.
 
@@ -319,7 +323,7 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
         prompt's number in the run (data.numbers_at).
     max_tokens: largest number of tokens of a response.
     progress: called when a turn ends.
-    carried: result 2 of the previous step; () without --carry; None in evaluation.
+    carried: in training, result 2 of the previous step's call, or () without --carry. None in evaluation.
     temperature, key, version, top_p: see Engine.generate."""
     cfg, training = engine.cfg, carried is not None
     carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
@@ -350,8 +354,9 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
 
 def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
                         progress: Callable, carries: bool) -> set[Key] | None:
-    """Run rounds of sampling until enough trajectories are complete. Returns their keys, also those on other
-    ranks. Returns None if a signal has aborted sampling.
+    """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories:
+    with --round_len those on all ranks, otherwise those on the ranks of this rank's engine. Returns None if a
+    signal has aborted sampling.
 
     carries: whether --carry is on. Without --carry, all trajectories must be complete. With --carry,
         cfg.samples_per_step trajectories are enough, but all that began --max_staleness or more steps ago
@@ -359,6 +364,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
     cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
     while True:
         aborted = not trajectories.sample_round(temperature, key, version, progress)
+        # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
         if dist.stop_requested() if shares else aborted:
             return None
         state = sorted(trajectories.open), [*trajectories.graded, *trajectories.complete]
@@ -366,6 +372,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
         open_keys, complete = [x for x, _ in states], itertools.chain(*(x for _, x in states))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}
         if carries:
+            # If the samples of a prompt are compared, none of them is ready before all are complete.
             waits = unfinished if cfg.compares_samples else ()
             ready = sorted(k for k in complete if k[0] not in waits)
             too_old = any(version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
@@ -378,10 +385,10 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
-    """Returns key -> rank for the samples `keys`.
+    """Returns a dict: key of a sample -> the rank that samples it.
 
     All samples of a prompt go to one rank, which computes the prompt once. With fewer than PROMPTS_PER_ENGINE
-    prompts per engine, the samples of a prompt are spread over the ranks."""
+    prompts per engine, the samples of a prompt are spread over the ranks, so that all ranks have work."""
     prompts = sorted({i for i, _ in keys})
     if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
         place = {i: at % engine.ranks for at, i in enumerate(prompts)}
@@ -390,18 +397,19 @@ def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
-    """Move samples so that all samples of a prompt are on one rank. Returns this rank's samples, ordered by
-    (prompt_id, sample_id). A collective."""
+    """Move samples so that all samples of a prompt are on one rank. All ranks must call this function.
+    Returns this rank's samples, ordered by (prompt_id, sample_id)."""
     outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
-    """Returns the fewest moves that balance the ranks: key of an unfinished trajectory -> its new rank.
+    """Returns a dict: key of a trajectory -> its new rank. These are the fewest moves after which the ranks'
+    numbers of unfinished trajectories differ by at most 1.
 
     held[r]: keys of the unfinished trajectories on rank r"""
     ranks, total = len(held), sum(map(len, held))
-    # If the ranks can't have equal numbers of trajectories, the fullest ranks keep one more. So fewer move.
+    # If the ranks can't have equal numbers, the fullest ranks keep one trajectory more, so that fewer move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
     surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
@@ -415,7 +423,7 @@ Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> value 
 
 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> one value for each problem, which has `n` samples:
+    """Returns a dict: metric -> list with one value for each problem. Each problem has `n` samples.
 
         avg@n         mean reward
         pass@k        see `pass_at`; k = 2, 4, 8, … up to n, and n
@@ -441,8 +449,8 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 
 def majority(group: Sequence[Sample]) -> float:
-    """Returns 1 if a prompt's most frequent answer is right, else 0. With a tie, returns the fraction
-    of tied answers that are right."""
+    """Returns 1 if a prompt's most frequent answer is right, else 0 (also if no answer was found). With a
+    tie, returns the fraction of tied answers that are right."""
     votes = Counter(s.answer for s in group if s.answer is not None)
     top = [a for a, count in votes.items() if count == max(votes.values())]
     right = {s.answer for s in group if s.right}
@@ -474,7 +482,8 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
-    """Returns name -> problems, for each file of --eval_data. Raises UserError, see load_problems."""
+    """Returns a dict: name of an evaluation set -> its problems. Each file of --eval_data is one set. Raises
+    UserError as set_names and load_problems do."""
     return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
             for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
 
@@ -500,8 +509,11 @@ def set_names(paths: Sequence[str]) -> list[str]:
 
 def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
                progress: Callable = lambda: None) -> tuple[Scores, list[dict]]:
-    """Sample and grade the problems of each evaluation set. Returns, on every rank, the scores, and one row
-    for each response (`sample_row`). step: the training step whose weights the engine holds."""
+    """Sample and grade responses to the problems of each evaluation set. Returns, the same on every rank,
+    1. the scores (see Scores above);
+    2. one row for each response (see `sample_row`).
+
+    step: the training step whose weights the engine holds"""
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
@@ -516,8 +528,8 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns metric -> one value for each problem (see `accuracy`), for the problems of all ranks, ordered
-    by prompt_id."""
+    """Returns a dict: metric -> list with one value for each problem (see `accuracy`). The lists have the
+    problems of all ranks, ordered by prompt_id."""
     values = accuracy(samples, n)
     rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
     by_problem = sorted(dist.gather_all(rows))
@@ -537,7 +549,7 @@ def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dt
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
     """Raises UserError for --tp without vLLM, or if the model in `path` does not support cfg.engine_len
-    tokens."""
+    tokens (prompt plus response)."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with --engine torch", "--engine vllm, or --tp 1")
     known = max_positions(load_config(path))
@@ -547,8 +559,8 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 
 
 def max_positions(config: Any) -> float:
-    """Returns the longest sequence that the model supports, in tokens. Infinity if the config does not
-    say."""
+    """Returns the longest sequence that the model supports, in tokens, or infinity if the config does not
+    name a limit."""
     known = getattr(config, "max_position_embeddings", None) or math.inf
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known

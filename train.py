@@ -153,8 +153,8 @@ class Run:
 
 
 def main(cfg: Config) -> bool:
-    """Train with the config `cfg`. Returns False if a signal stopped the run. Raises UserError, on all
-    ranks with the same text."""
+    """Train with the config `cfg`. Returns True after the last step, and False if a signal stopped the run.
+    Raises UserError, with the same text on all ranks."""
     run = prepare(cfg)
     try:
         with run.log, handle_signals(cfg.grace):
@@ -180,8 +180,8 @@ def main(cfg: Config) -> bool:
 
 
 def train(run: Run) -> bool:
-    """Run the remaining steps. Returns True after the last step. After a signal such as ctrl-C, saves a
-    checkpoint of the finished steps and returns False."""
+    """Run the remaining steps. Returns True after the last step. Returns False if a signal such as ctrl-C
+    stopped the run; then a checkpoint of the finished steps is saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
     for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
@@ -218,7 +218,8 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    # With a single update, the old log-probs are equal to those that policy_pack_loss computes.
+    # With a single update, the old log-probs equal those that policy_pack_loss computes, so this forward pass
+    # is not needed. But a KL term in the reward needs the old log-probs earlier, for the advantages.
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         # optimizer=None: `resident` then leaves the optimizer's state on the CPU (--offload).
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
@@ -294,7 +295,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
         cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    # The grader is made first: its `reads_rows` tells load_data whether to keep the rows' fields.
+    # The grader is made first, because load_data keeps the fields of the rows only if a reward function reads
+    # them.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
@@ -312,7 +314,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     # If step `start` was interrupted, the checkpoint may have problems that were solved in this step. The
     # resumed run repeats the step, so these problems do not count as solved.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
-    # `read` keeps the evaluation sets and models of earlier parts of the run that this part does not use.
+    # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
+    # stays, so that the content is compared if a later resume uses this set or model again.
     facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "solved": solved,
              "read": saved.get("read", {}) | read}
     carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
@@ -351,7 +354,8 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
 
 
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns policy, critic (None with GRPO) and ref (None without `cfg.has_ref`), sharded."""
+    """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
+    sharded."""
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if cfg.offload else world.device
@@ -368,7 +372,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
-    """Returns a new AdamW optimizer. Checkpoints save its state (docs/forking.md)."""
+    """Returns a new AdamW optimizer. Checkpoints save its state. Another optimizer: see docs/forking.md."""
     # On a CPU, AdamW without fused=True is slow.
     fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
@@ -376,13 +380,14 @@ def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Opti
 
 
 def resident(role: Role, world: dist.World):
-    """Returns a context manager that holds the role's model and optimizer state on the device."""
+    """Returns a context manager. Inside it, the role's model and optimizer state are on world.device."""
     return dist.on_device(role.model, role.optimizer, world.device)
 
 
 @torch.no_grad()
 def refresh_ref(run: Run, step: int) -> None:
-    """Copy the policy's weights to ref if an epoch (one pass over the prompts) ends in this step."""
+    """Copy the policy's weights to the reference model if an epoch (one pass over the prompts) ends in this
+    step."""
     n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
@@ -396,7 +401,7 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
     """Sample and grade the responses of a step. Returns
     1. the batch: the problems of the step, the same list on all ranks;
     2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
-    3. with --carry, this rank's trajectories for the next step."""
+    3. with --carry, this rank's trajectories (prompts with the response so far) for the next step."""
     cfg = run.cfg
     if cfg.carry:
         batch, samples, carried = draw_and_carry(run, step, meter)
@@ -416,8 +421,9 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
 
 def draw_and_carry(run: Run, step: int,
                    meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
-    """`sample_step` with --carry. Continues the previous step's trajectories, and samples more prompts than
-    the step needs. Returns the same as `sample_step`. The batch has only prompts that this step trains on."""
+    """Do the sampling of `sample_step` with --carry: continue the previous step's trajectories and begin new
+    ones, in all more than this step trains on. Returns the same three values as `sample_step`. The batch has
+    only the prompts that this step trains on."""
     cfg, problems = run.cfg, {}
     begun = {step_of(i, cfg) for i in dist.gather_all(s.prompt_id for s in run.carried)}
     for begin in sorted(begun | {step}):
@@ -492,8 +498,8 @@ def uniform_prompts(samples: list[Sample]) -> set[int]:
 
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
-    """Returns the metrics of all evaluation sets, or {} if no evaluation is due. Writes the responses to
-    eval/."""
+    """Evaluate the policy on all evaluation sets, and write its responses to eval/ (not with --save_samples
+    none). Returns a dict: metric -> value. The dict is empty if no evaluation is due."""
     cfg = run.cfg
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
         return {}
@@ -579,11 +585,12 @@ def number_samples(samples: list[Sample], n_prompts: int,
 
 def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
                       prompts: Tensor) -> list[Sample]:
-    """Returns copies of the samples in which `prompt_share` is set. --aggregation prompt multiplies each
-    token's loss by it: 1 / (tokens of the prompt in the minibatch's loss × number of prompts in this loss).
+    """Returns copies of the samples with `prompt_share` set to 1 / (tokens of the prompt in the minibatch's
+    loss × number of prompts in this loss). --aggregation prompt multiplies each token's loss by prompt_share.
 
-    keys: index of each sample of this rank among the samples of all ranks. prompts: index -> prompt_id
-    layout[minibatch][rank][pack]: indices of the pack's samples"""
+    keys: index of each sample of this rank among the samples of all ranks
+    layout[minibatch][rank][pack]: indices of the pack's samples among the samples of all ranks
+    prompts: prompt_id of each sample of all ranks"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
     tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
     tokens = dist.all_sum(tokens)
@@ -637,8 +644,8 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
-    """Returns `count` lists of packs, one for each update. Joins neighbouring minibatches if there are more
-    than `count`."""
+    """Returns `count` lists of packs, one for each update. If there are more minibatches than updates, an
+    update gets the packs of several neighbouring minibatches."""
     size = len(minibatches) // count
     return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
 
@@ -724,8 +731,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
-    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Must
-    be called before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
+    """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
+    this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
     require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -785,8 +792,9 @@ def end_of_step(run: Run, step: int, metrics: dict[str, float], meter: Meter, st
 
 
 def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) -> dict[str, float]:
-    """Returns name -> value of the step's metrics, over all ranks. start: time.perf_counter() at the step's
-    start."""
+    """Returns a dict: name -> value of each metric of the step, computed over all ranks.
+
+    start: time.perf_counter() at the step's start"""
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)

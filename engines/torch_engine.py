@@ -27,10 +27,14 @@ from model import Policy, Segments, rms_norm
 
 class Cache:
     """The KV cache. Each layer has one tensor (2, capacity, Hkv, columns, d), with the keys at index 0 and
-    the values at index 1. Each of the `capacity` rows holds a prompt and its response, one token a column."""
+    the values at index 1, for Hkv heads of size d. Each of the `capacity` rows holds a prompt and its
+    response, one token a column."""
 
     def __init__(self, config: Any, capacity: int, lengths: Tensor, steps: int, like: Tensor) -> None:
-        """lengths (R,): number of tokens of each distinct prompt
+        """Allocate a cache without keys and values.
+
+        capacity: number of rows, enough for every response to have its own
+        lengths (R,): number of tokens of each distinct prompt
         steps: largest number of tokens of a response
         like: a tensor with the dtype and device of the cache"""
         self.rows, self.width = len(lengths), int(lengths.max())
@@ -72,7 +76,7 @@ class Cache:
         Returns the new row numbers (n,), in the order of `parents`. To save time, few rows change place."""
         n = self.rows = len(parents)
         stays = parents < n
-        stays[1:] &= parents[1:] != parents[:-1]
+        stays[1:] &= parents[1:] != parents[:-1]  # of equal rows, only the first stays in its place
         is_free = torch.ones_like(stays)
         is_free[parents[stays]] = False
         source, target = parents[~stays], is_free.nonzero()[:, 0]
@@ -95,7 +99,8 @@ class FusedDecoder:
         self.fused = policy.config.model_type in LLAMA_LIKE
 
     def prepare(self, positions: int) -> None:
-        """Fuse the current weights, and compute the rotary embedding of the first `positions` positions."""
+        """Join weight matrices of the current weights (see `fuse`), and compute the rotary embedding of the
+        first `positions` positions."""
         if not self.fused:
             return
         model, like = self.policy.model, self.policy.lm_head.weight
@@ -138,7 +143,8 @@ class FusedDecoder:
 
 
 def fuse(module: nn.Module, *names: str) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias (or None) of one linear layer that replaces the layers `names` of `module`."""
+    """Returns weight and bias of one linear layer. Its output is the concatenated outputs of the layers
+    `names` of `module`. The bias is None if these layers have no bias."""
     linears = [getattr(module, name) for name in names]
     bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
     return torch.cat([linear.weight for linear in linears]), bias
@@ -258,7 +264,7 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 def sample_token(logits: Tensor, u: Tensor, temperature: float,
                  top_p: float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns tokens (B,), drawn from the nucleus of logits (B, V) / temperature, and their log-probs (B,) in
-    nats. Temperature 0 takes the highest logit.
+    nats. With temperature 0, the tokens are those with the highest logits.
 
     u (B,): uniform random numbers in [0, 1)."""
     if temperature == 0:
@@ -268,7 +274,7 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
         logp = nucleus(logits / temperature, top_p).log_softmax(-1)
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[1] - 1)
+        token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
@@ -279,7 +285,7 @@ def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
 
 def _may_stop(tokenizer, vocabulary, stop):
     texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    texts += [""] * (vocabulary - len(tokenizer))
+    texts += [""] * (vocabulary - len(tokenizer))  # the model may have more ids than the tokenizer
     # A token may hold only the last bytes of a character. Its text then starts with U+FFFD, and the token may
     # complete a stop string.
     tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))

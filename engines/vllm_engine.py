@@ -19,8 +19,8 @@ VERSIONS = ("0.32", "0.33")
 
 
 class VLLMEngine(Engine):
-    """vLLM's class LLM in the process of a training rank. With --tp N, each group of N neighbouring ranks is
-    one engine."""
+    """Runs vLLM's class LLM in the process of each training rank. With --tp N, each group of N neighbouring
+    ranks is one engine."""
 
     needs_selfcheck = True
 
@@ -45,8 +45,8 @@ class VLLMEngine(Engine):
     def load(self, weights):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
-        # For some models, vLLM copies embedding and head only after it has received the last weight. FSDP has
-        # then freed both tensors, so vLLM gets clones.
+        # For some models, vLLM copies the embedding and the output layer only after it has received the last
+        # weight. FSDP has then freed both tensors, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
         stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -59,7 +59,8 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep."""
+        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep, so
+        `sleep` is not called."""
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
@@ -86,8 +87,10 @@ class VLLMEngine(Engine):
                 yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
 
     def _enqueue(self, queued, temperature, key, top_p):
-        """Queue requests, longest prompts first. queued: k -> (prompt tokens, largest number of response
-        tokens), for k = (prompt_id, sample_id). Returns vLLM's request id -> k."""
+        """Queue requests, longest prompts first. Returns a dict: vLLM's request id -> k, which is (prompt_id,
+        sample_id).
+
+        queued: k -> (prompt tokens, largest number of response tokens)"""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
@@ -111,7 +114,8 @@ class VLLMEngine(Engine):
 
 
 def _import_vllm():
-    """Returns vLLM's class LLM. Raises UserError if vLLM is missing, or its version not in VERSIONS."""
+    """Returns vLLM's class LLM. Raises UserError if vLLM is missing, or if its version is not in VERSIONS and
+    the environment variable TORZ_ANY_VLLM is not set."""
     for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
                             VLLM_NO_USAGE_STATS="1").items():
         os.environ.setdefault(name, value)
@@ -129,8 +133,8 @@ def _import_vllm():
 
 
 def _repack_tied_head(model):
-    """On a CPU, update vLLM's packed copy of the head's weights. vLLM does not update this copy itself if
-    head and embedding are tied."""
+    """On a CPU, update vLLM's packed copy of the output layer's weights. vLLM does not update this copy
+    itself if output layer and embedding are tied."""
     head = getattr(model, "lm_head", None)
     tied = head is not None and head.weight is model.model.embed_tokens.weight
     if tied and head.weight.device.type == "cpu":
