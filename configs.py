@@ -61,8 +61,9 @@ def printable(text: str) -> str:
 
 @contextlib.contextmanager
 def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
-    """Context manager that turns an error of the class `kind` into a UserError: `FOUND (the error); needed:
-    NEEDED`. The default is every Exception, because json, pyarrow and tokenizers raise many classes."""
+    """Context manager that turns an error of the class `kind` into a UserError with the text `FOUND (the
+    error); needed: NEEDED`. The default is every Exception, because json, pyarrow and tokenizers
+    raise errors of many classes."""
     try:
         yield
     except kind as e:
@@ -76,7 +77,7 @@ def shorten(text: str, most: int = 66) -> str:
 
 
 def show(text: str) -> None:
-    """Print a text that may contain control characters."""
+    """Print a text, with escapes instead of control characters (see `printable`)."""
     print(printable(text))
 
 
@@ -102,7 +103,7 @@ def user_errors(prog: str) -> Iterator[None]:
 
 
 def tell_torchrun(text: str) -> None:
-    """Write `text`, the reason why this process ends, to torchrun's error file. torchrun prints the reason of
+    """Write `text`, the reason why this process ends, to torchrun's error file. torchrun prints the text of
     the first process that fails."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
@@ -365,7 +366,7 @@ class Config:
 
     @property
     def extra_prompts(self) -> int:
-        """Number of prompts that --carry samples in addition to those that a step needs."""
+        """Number of prompts that --carry samples in addition to the prompts that a step needs."""
         return round(self.carry * self.prompts_per_step)
 
     @property
@@ -399,7 +400,8 @@ class Config:
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
-        """Returns the learning rate of update number `update` (from 0) within `step`."""
+        """Returns the learning rate of update number `update` (from 0) within step number `step`. The
+        policy's schedule begins after --freeze_policy_steps."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
@@ -423,7 +425,7 @@ class Config:
 
 @functools.cache
 def ranges() -> dict[str, Range]:
-    """Returns field of Config -> allowed range."""
+    """Returns a dict: field of Config -> its allowed range."""
     hints = get_type_hints(Config, include_extras=True)
     return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
             for found in get_args(part) if isinstance(found, Range)}
@@ -521,16 +523,17 @@ PRESETS = {
         warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
         eval_samples=(1,)),
 }
-LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks
-# What the layout "debug" also changes in the orz-* presets (Open-Reasoner-Zero's debug mode)
+LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
+# The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
-# Preset -> ranks of its production layout, if not 32 (Open-Reasoner-Zero's numbers)
+# Preset -> ranks of its production layout, if it is not 32 (Open-Reasoner-Zero's numbers)
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 
-# Settings that may change when a run resumes. Some of them, such as `data` and `model`, name what the run
-# reads: ckpt.resume accepts another name, but not other content (guard.start.read_facts).
+# Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
+# ckpt.resume accepts another path, but refuses other content, such as other problems, another model config
+# or another tokenizer (guard.start.read_facts).
 MAY_CHANGE = set("""
     out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature save_every keep keep_best grace stall_limit
@@ -541,17 +544,19 @@ MAY_CHANGE = set("""
 
 
 def changed(old: dict, new: dict) -> list[str]:
-    """Returns `field: old -> new` for each setting that differs but must stay the same when a run resumes.
+    """Returns a list with the text `field: old -> new` for each setting that differs, but must not change
+    when a run resumes.
 
     old, new: the checkpoint's config and this run's config, as dicts"""
+    # With these settings, the learning rates depend on the number of steps.
     follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
     free = MAY_CHANGE - ({"steps"} if follows_length else set())
     return differences(old, {k: v for k, v in new.items() if k not in free})
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """Returns `key: old -> new` for each key that both dicts have, with different values. `new` is compared
-    in its JSON form, with lists for tuples, because `old` may come from a JSON file."""
+    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
+    `new` is compared in its JSON form (tuples become lists), because `old` may come from a JSON file."""
     as_json = json.loads(json.dumps(new))
     return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
 
@@ -560,13 +565,13 @@ def differences(old: dict, new: dict) -> list[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """Returns ` (did you mean X?)` for the most similar choice X, or ""."""
+    """Returns ` (did you mean X?)` for the most similar choice X; "" if no choice is similar."""
     close = difflib.get_close_matches(word, choices, 1, 0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# A flag of torz, perhaps with a note -> flags of other libraries with the same meaning. The error about an
-# unknown flag shows the flag of torz.
+# A flag of torz, sometimes with a note -> flags of other libraries with the same meaning. If a user gives a
+# flag of another library, the error message names the flag of torz.
 FOREIGN = {
     "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
     "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
@@ -601,7 +606,8 @@ FOREIGN = {
 
 
 def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns field -> text, for each flag in `argv`. The text is what follows `=`, or the next word."""
+    """Returns a dict: field of Config -> text, for each flag in `argv`. The text is what follows `=`, or else
+    the next word. --no_NAME counts as the flag of the field NAME."""
     given = {}
     for word, following in itertools.pairwise([*argv, ""]):
         if re.match("--[a-zA-Z]", word):
@@ -611,12 +617,12 @@ def given_flags(argv: Sequence[str]) -> dict[str, str]:
 
 
 def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for an unknown flag, a repeated flag that takes several
-    values, or a value after a boolean flag."""
+    """Returns given_flags(argv). Raises UserError for an unknown flag, for a value after a boolean flag, or
+    if a flag that accepts several values comes twice."""
     words = [word.partition("=")[0] for word in argv]
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
-        # Ignores a section's name before the flag, as in another library's --train.micro_batch_size.
+        # A section's name before the flag, as in another library's --train.micro_batch_size, is ignored.
         ours = next((f": --{k} does that" for k, words in FOREIGN.items()
                      if field.split(".")[-1] in words.split()), "")
         require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
@@ -631,8 +637,8 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
 
 def layout_of(given: Mapping[str, str], default: str) -> str:
     """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides: True
-    means "debug", False means "any". Without both, returns `default`. Raises UserError if DEBUG_MODE has
-    another value."""
+    means "debug", False means "any". Without flag and variable, returns `default`. Raises UserError if
+    DEBUG_MODE has another value."""
     debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
@@ -640,7 +646,8 @@ def layout_of(given: Mapping[str, str], default: str) -> str:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
-    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError for a mistake.
+    """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError if the command line
+    is wrong.
 
     Under torchrun, PRESET may be left out. The default is orz-7b, with the layout "debug" on 8 ranks and
     "production" on 32.
@@ -649,7 +656,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     kind: Config or a subclass with more flags"""
     import tyro  # imported here, so that `import configs` is quick
 
-    # bash does not replace the ~ of --out=~/x
+    # In --out=~/x, bash does not replace the ~ by the home folder.
     argv = [word.replace("=~/", f"={Path.home()}/") for word in (sys.argv[1:] if argv is None else argv)]
     ranks, name = os.environ.get("WORLD_SIZE"), ""
     typed = bool(argv) and not argv[0].startswith("-")
@@ -706,7 +713,7 @@ def tyro_errors(command: str) -> Iterator[None]:
 
 
 def run_command(function: Callable, prog: str) -> Any:
-    """Calls `function` with the arguments that the command line has for it. Returns the result. A UserError
+    """Calls `function` with arguments from the command line (sys.argv), and returns its result. A UserError
     ends the process (see user_errors)."""
     import tyro
 
@@ -738,11 +745,11 @@ def check_paths(cfg: Config) -> None:
 
 
 def set_allocator() -> None:
-    """Set the options of torch's allocators, unless the user has set some. Must be called before torch is
-    imported.
+    """Sets the options of torch's memory allocators, unless the user has set some. Must be called before
+    torch is imported.
 
-    Big pinned blocks are not cached, because torch 2.13 would reuse them without checking their size (PyTorch
-    pull request 192722)."""
+    Big blocks of pinned host memory are not cached, because torch 2.13 would reuse them without checking
+    their size (PyTorch pull request 192722)."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
@@ -755,8 +762,8 @@ def check_trackers(cfg: Config) -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file or a run's folder, or a folder inside a run's folder but without
-    config.json."""
+    """Raises UserError if `path` is a file, a run's folder, or a folder without config.json inside a run's
+    folder."""
     require(not Path(path).is_file(), f"{path} is a file",
             "a model's folder; data files follow --data, or the models of tools.evaluate")
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
@@ -766,8 +773,8 @@ def check_model(path: str) -> None:
 
 
 def from_hub(name: str) -> bool:
-    """Returns whether `name` is a model of the Hugging Face Hub. OWNER/NAME is a path if the folder OWNER
-    exists."""
+    """Returns whether `name` means a model of the Hugging Face Hub: `name` has the form OWNER/NAME, and there
+    is no folder OWNER."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).parent.is_dir()
 
 
@@ -795,12 +802,12 @@ def _build(path):
 
 
 def meanings(kind: type[Config] = Config) -> dict[str, str]:
-    """Returns field -> the comment beside it, which is its help text."""
+    """Returns a dict: field of Config -> the comment beside the field, which is its help text."""
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# `parse` refuses flags without effect. A row has: flags; whether they have an effect in config c; what the
-# error message asks for
+# `parse` refuses flags without effect. A row has three columns: flags; whether these flags have an effect in
+# the config c; what the error message asks for.
 EFFECTS = (
     ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
      lambda c: c.algo == "ppo", "--algo ppo"),
@@ -826,7 +833,7 @@ EFFECTS = (
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file atomically. Raises OSError."""
+    """Replaces the text of a file atomically. Raises OSError if the file can't be written."""
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)
@@ -836,7 +843,8 @@ DATA_FILES = (".json", ".jsonl", ".parquet")
 
 
 def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file; {} if there is no file. Raises UserError if it is not JSON."""
+    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the content is not
+    JSON."""
     with explained(f"{file} can't be read", "an intact copy of it"):
         return json.loads(file.read_bytes()) if file.is_file() else {}
 

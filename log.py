@@ -31,9 +31,9 @@ NAN = float("nan")
 
 
 class Meter:
-    """Collects the metrics of a step on one rank. The sums are tensors on `device`, so the CPU does not wait
-    for the GPU. `reduce` matches the ranks' metrics by position, so every rank must add the same metrics in
-    the same order."""
+    """Collects the metrics of a step on one rank. The sums are tensors on `device`, so that the CPU does not
+    wait for the GPU. `reduce` matches the metrics of different ranks by their order, so every rank must add
+    the same metrics in the same order."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
@@ -63,8 +63,8 @@ class Meter:
         self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns name -> value of all metrics. all_sum, all_max: sum and maximum of a tensor over the
-        ranks."""
+        """Returns a dict: name -> value, for all metrics. all_sum, all_max: functions that return the sum and
+        the maximum of a tensor over the ranks."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
         peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
         metrics = dict(zip(self.peaks, peaks, strict=True))
@@ -85,10 +85,10 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     """Add the metrics of the step's samples to `meter`.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)
-    parts: the NAMEs of the metrics `reward/NAME`
+    parts: names of graders and reward parts; each has a metric `reward/NAME`
     turns: whether to add `turns` and `response_len/sampled` (true with --env)
-    per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples
-        (possible with --carry)"""
+    per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples. With
+        --carry, a prompt may have fewer samples in the step"""
     groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
     whole = [group for group in groups if len(group) >= per_prompt]
     metrics = {
@@ -121,7 +121,7 @@ REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
 
 
 def reflections(text: str) -> int:
-    """Returns how often words of REFLECTIONS occur, as Open-Reasoner-Zero counts them."""
+    """Returns how often the words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
     text = text.lower()
     return sum(text.count(word) for word in REFLECTIONS)
 
@@ -138,8 +138,8 @@ class Logger(contextlib.AbstractContextManager):
     except in `dump`.
 
     `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
-    steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl; if `own` is False, also the rows
-    of earlier steps, which another run wrote. Raises UserError if the folder can't be written to."""
+    steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. If `own` is False, another run
+    wrote all rows, and all are moved. Raises UserError if the folder can't be written to."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
                  plan: Mapping[str, Mapping], own: bool = True) -> None:
@@ -178,8 +178,8 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
     def dump(self, name: str, packs: Sequence[Pack]) -> Path:
-        """Save this rank's packs, such as those of a skipped update, to OUT/{name}_rank{rank}.safetensors.
-        Returns this path. The field `tokens` of the first pack is saved as `0.tokens`."""
+        """Saves this rank's packs to OUT/{name}_rank{rank}.safetensors, for example after a skipped update.
+        Returns this path. In the file, `0.tokens` is the field `tokens` of the first pack."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         # save_file refuses tensors that share memory
@@ -207,14 +207,15 @@ class Logger(contextlib.AbstractContextManager):
             self.steps.update()
 
     def _write(self, step):
-        """Write the rows in `unwritten`. If the disk is full, keep the rows and log an alarm."""
+        """Write the rows in `unwritten`. If the disk is full, keep the rows for the next step, and log an
+        alarm."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
             while self.unwritten:
                 row = self.unwritten[0]
-                # purge_step: TensorBoard hides the rows of an interrupted run from this step on
+                # purge_step: from this step on, TensorBoard hides the rows that an interrupted run wrote.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
@@ -265,7 +266,8 @@ def _lines(rows):
 
 
 def _set_aside(path, start):
-    """Move the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError."""
+    """Moves the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError if
+    a file can't be written."""
     rows = read_jsonl(path)
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -285,7 +287,7 @@ def _append(path, row):
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Returns the rows of metrics.jsonl in the folder `run`. null becomes NaN."""
+    """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
             for row in read_jsonl(run / "metrics.jsonl")]
 
@@ -312,7 +314,7 @@ class Tracker:
         known = read_json(self.file) if rows else {}  # a run that begins anew is another run at the service
         self.state = {"id": uuid.uuid4().hex, "next_step": 0} | known
         self._attempt(self.start)
-        for row in rows:
+        for row in rows:  # sends the rows that were not sent before the run was resumed
             self.step(row, [])
 
     def _attempt(self, action, *arguments):

@@ -50,10 +50,10 @@ MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirec
 # Settings that must be off because vLLM ignores them.
 IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
                    "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
-# Not "dynamic" and "longrope": their frequencies depend on the longest sequence of the batch, so log-probs
-# would depend on the pack.
+# The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
+# sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
-LAYERS = {"full_attention", "sliding_attention"}
+LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layers
 
 
 def check_settings(config: PreTrainedConfig, path: str) -> None:
@@ -73,19 +73,20 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Returns the parameters of the rotary embeddings: one dict, or one for each type of layer."""
+    """Returns a list of dicts with the parameters of the rotary embeddings. The list has one dict, or one for
+    each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
 
 
-# --- taking rows several times
+# --- copying rows of a tensor
 
 
 class TakeRows(torch.autograd.Function):
-    """Returns x[index] (n, …), for x (rows, …) and index (n,), which may repeat rows.
+    """Returns x[index] (n, …), for x (rows, …) and index (n,). `index` may name a row several times.
 
-    The gradients of a row's copies are summed in fp32, unlike with index_select."""
+    The gradients of a row's copies are summed in fp32. index_select would sum them in the dtype of x."""
 
     @staticmethod
     def forward(ctx, x, index):
@@ -104,11 +105,11 @@ class TakeRows(torch.autograd.Function):
 
 
 class Segments:
-    """Arranges the tokens of a pack for attention. Made once per forward pass.
+    """Arranges the tokens of a pack for attention. A forward pass makes one object of this class.
 
     If several segments begin with the same tokens, the model computes these tokens once, but attention needs
     them in each segment. So queries, keys and values are copied to slots, the rows of attention's input.
-    varlen_attn takes the slots end to end. On a CPU and with fp32, scaled_dot_product_attention takes blocks
+    varlen_attn reads the slots end to end. On a CPU or with fp32, scaled_dot_product_attention reads blocks
     of slots instead: each segment is a padded row of a block.
 
         segments of the pack     p q a | p q b c | p q r s t u          T = 13
@@ -121,18 +122,18 @@ class Segments:
     def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
                  inverse: Tensor | None = None) -> None:
         """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
-        unique (U,): for each computed token, its index in the pack. None: all tokens are computed.
-        inverse (T,): for each token of the pack, the number (0 to U - 1) of its computed token."""
+        unique (U,): index in the pack of each computed token. None: all tokens are computed.
+        inverse (T,): number, 0 to U - 1, of the computed token that stands for each token of the pack."""
         self.cu_seqlens, self.longest = cu_seqlens, longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # A slot is a position in the pack or, after `pad`, in the blocks. slots (S,): which computed token, 0
-        # to U - 1, each slot holds. outputs (U,): from which slot each computed token's output is read. None:
-        # slot i holds token i.
+        # A slot is a position in the pack or, after `pad`, in the blocks. slots (S,): number, 0 to U - 1, of
+        # the computed token that each slot holds. outputs (U,): the slot from which each computed token's
+        # output is read. Both are None if slot i holds computed token i.
         shares = unique is not None and len(unique) < len(inverse)
         self.slots, self.outputs = (inverse, unique) if shares else (None, None)
 
     def pad(self) -> None:
-        """Arrange the segments in padded blocks. A row of a block is one segment. Segments of similar length
+        """Arranges the segments in padded blocks. A row of a block is one segment. Segments of similar length
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
@@ -140,7 +141,7 @@ class Segments:
         starts, lengths = ends[:-1], ends.diff()
         # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
         size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block, the token at each place, as an index in the pack; -1: padding
+        tokens = []  # for each block: index in the pack of the token at each place; -1: padding
         for s in size.unique():
             start, length = starts[size == s, None], lengths[size == s, None]
             column = torch.arange(int(length.max()))
@@ -160,21 +161,22 @@ class Segments:
 def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                      scaling: float, segments: Segments | None = None, cache: Any = None,
                      sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
-    """Returns the attention output (1, U, H, d) of the U tokens that the model computes in a pack (shared
-    prefixes only once). A token attends to itself and to earlier tokens of its segment.
+    """Returns the attention output (1, U, H, d) of a pack, and None in place of attention weights. The model
+    computes U of the pack's tokens, because it computes shared prefixes only once. A token attends to itself
+    and to earlier tokens of its segment.
 
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache. None in training.
-    segments: None in a decoding step. Then query is (R, H, 1, d) and the result (R, 1, H, d), for R rows of
-        the cache."""
+    segments: None when the engine decodes one token for each of R rows of the cache. Then query is
+        (R, H, 1, d), and the output is (R, 1, H, d)."""
     if cache is not None:
         cache.write(module.layer_idx, key, value)
     if segments is None:
         key, value, allowed = cache.read(module.layer_idx, sliding_window)
         out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2), None
-    flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn takes only bf16 and fp16
+    flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
     if not (flash or segments.blocks):
         segments.pad()
     # squeeze, because the backward pass of x[0] would copy the gradient once more.
@@ -233,8 +235,8 @@ AttentionInterface.register("torz", packed_attention)
 
 
 class ChunkedLogProbs(torch.autograd.Function):
-    """Computes log-probs and entropies in fp32 from hidden states, with a linear head. Logits (n, V) would
-    take too much memory, so only a chunk of the rows is computed at once.
+    """Computes log-probs and entropies in fp32 from hidden states, with a linear output layer. The logits
+    (n, V) of all rows would need too much memory, so the rows are computed in chunks, one after another.
 
     Inputs: hidden (n, D), weight (V, D), targets (n,), temperature. Outputs: log-probs (n,) and entropies
     (n,)."""
@@ -249,7 +251,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             logp[c] = log_softmax.gather(1, targets[c, None])[:, 0]
             entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
         ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.last = temperature, log_softmax
+        ctx.temperature, ctx.last = temperature, log_softmax  # backward begins with this last chunk
         ctx.set_materialize_grads(False)  # so backward gets g_entropy=None without --entropy_coef
         return logp, entropy
 
@@ -279,14 +281,15 @@ class ChunkedLogProbs(torch.autograd.Function):
 
 
 def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Returns slices that cut `tokens` tokens into chunks. The fp32 logits of a chunk have at most
-    CHUNK_BYTES."""
+    """Returns slices that divide `tokens` tokens into chunks. The fp32 logits of a chunk need at most
+    CHUNK_BYTES. vocabulary: number of logits of a token"""
     size = max(1, CHUNK_BYTES // (4 * vocabulary))
     return [slice(i, i + size) for i in range(0, tokens, size)]
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns fp32 logits (c, V) of hidden states (c, D). weight: the head's (V, D). The sums are in fp32."""
+    """Returns fp32 logits (c, V) of hidden states (c, D). weight (V, D): weight of the output layer. Products
+    are summed in fp32."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden.float() @ weight.t().float()
@@ -330,15 +333,15 @@ class PackModel(nn.Module):
         self.config = config
         backbone = backbone_class(type(config))
         self.model = backbone._from_config(config, attn_implementation="torz", dtype=torch.float32)
-        # No dropout: with it, the log-probs of two forward passes would differ.
+        # eval() turns off dropout. With dropout, the log-probs of two forward passes would differ.
         self.model.eval()
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
 
     def tie(self) -> None:
-        """Make the weights of head and embedding the same tensor, if the config says so. Must be called again
-        after parameters were replaced."""
+        """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
+        method again after parameters were replaced. Here and in Critic, this method does nothing."""
 
     def recompute(self, whole: int | None) -> None:
         """Set what each layer stores for the backward pass.
@@ -359,15 +362,16 @@ class PackModel(nn.Module):
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns (n, D): for each index i in `at` (n,), the last hidden state of the text before token i."""
+        """Returns (n, D): for each index i in `at` (n,), the last layer's hidden state at the token before i.
+        A head computes the log-prob of token i, or a value, from this hidden state."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
         tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
         return TakeRows.apply(hidden, pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
-        """Allocate memory for this model, which is on the meta device until then. Compute its buffers in
-        fp32. The caller must then fill the parameters.
+        """Allocate memory for this model, which is on the meta device (without memory) until then. Compute
+        its buffers in fp32. The caller must then fill the parameters.
 
         A buffer that transformers does not compute stays NaN, and makes the outputs NaN instead of wrong."""
         self.to_empty(device=device)
@@ -448,17 +452,17 @@ MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"
 
 
 def resolve(name: str) -> str:
-    """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub, which is
-    downloaded unless it is in the cache.
+    """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub. The model is
+    downloaded unless it is in the Hub's local cache.
 
-    A collective. Raises UserError, the same on every rank."""
-    hub = from_hub(name)  # may differ between machines
+    A collective: all ranks must call it. If the download fails, all ranks raise the same UserError."""
+    hub = from_hub(name)  # may differ between machines, because it depends on their folders
     dist.together(lambda: hub and _download(name))
     return snapshot_download(name, local_files_only=True, **MODEL_FILES) if hub else name
 
 
 def _download(name):
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of each machine downloads
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
         snapshot_download(name, local_files_only=True, **MODEL_FILES)
@@ -469,8 +473,8 @@ def _download(name):
 
 
 def load_config(path: str) -> PreTrainedConfig:
-    """Returns the config of the model in a folder. Raises UserError if there is no model, or none that torz
-    supports."""
+    """Returns the config of the model in a folder. Raises UserError if the folder has no model, or a model
+    that torz does not support."""
     folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
     require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
@@ -500,8 +504,8 @@ def folder_fingerprint(path: str) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer, or no model that torz
-    supports."""
+    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer or no model, or a model
+    that torz does not support."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
             "tokenizer.json and tokenizer_config.json there")
@@ -511,11 +515,11 @@ def load_tokenizer(path: str) -> Any:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Returns a hash of all that a tokenizer does, except for the chat template."""
+    """Returns a hash of everything that decides what a tokenizer does, except for its chat template."""
     # This example depends on settings that are not in `rules`, such as clean_up_tokenization_spaces.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
     rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
-    # Without padding and truncation, because every call of the tokenizer changes them.
+    # Padding and truncation are left out, because every call of the tokenizer changes them.
     rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
@@ -544,8 +548,8 @@ NOT_OURS = ("lm_head.weight", "rotary_emb.inv_freq")
 
 def on_meta(kind: type, path: str) -> PackModel:
     """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
-    differ from the model's. A critic's files may lack score.weight; a policy's files must not have it. Other
-    extra tensors are ignored if they are in NOT_OURS."""
+    differ from the model's in names or shapes. A critic's files may lack score.weight; a policy's files must
+    not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS."""
     with torch.device("meta"):
         model = kind(load_config(path))
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
@@ -554,8 +558,8 @@ def on_meta(kind: type, path: str) -> PackModel:
             "a folder with the files of one model")
     require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
             "the folder of a language model, such as RUN/export/policy")
-    # name -> shape. All parameters, but not score.weight if the files lack it. named_parameters() lists a
-    # tied weight once, state_dict() twice.
+    # name -> shape of each parameter, without score.weight if the files lack it. named_parameters() lists a
+    # tied weight once; state_dict() would list it twice.
     ours = {name: p.shape for name, p in model.named_parameters() if name in files or name != "score.weight"}
     theirs = {name: x for name, x in files.items() if name in ours or not name.endswith(NOT_OURS)}
     wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())
@@ -565,8 +569,8 @@ def on_meta(kind: type, path: str) -> PackModel:
 
 
 def _load(kind, path, device, shard_fn, seed=0):
-    """Returns a Policy or Critic with the folder's weights. `load_critic` describes a head that the folder
-    lacks. Raises UserError, see `on_meta`."""
+    """Returns a Policy or Critic with the folder's weights. `load_critic` says which weights a head gets that
+    the folder lacks. Raises UserError as `on_meta` does."""
     model = shard_fn(on_meta(kind, path))
     model.allocate(device)
     state = dict(model.named_parameters())
@@ -579,8 +583,8 @@ def _load(kind, path, device, shard_fn, seed=0):
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
-    """Yields (name, whole tensor) of the parameters in the folder's files, for Engine.awake. Raises UserError
-    as `on_meta` does."""
+    """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
+    UserError as `on_meta` does."""
     ours = dict(on_meta(Policy, path).named_parameters())
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, "pt") as f:

@@ -1,4 +1,4 @@
-r"""Reads the flag --reward, and computes extra rewards for a response's format. To try a reward on a file of
+r"""Reads the flag --reward, and computes extra rewards from a response's text. To try a reward on a file of
 responses:
 
     python reward.py RESPONSES.jsonl --extractor boxed
@@ -11,7 +11,8 @@ To grade responses in your own code:
         grader.submit("id", response, gold=r"\frac{1}{2}", stopped=True)
         print(grader.results())
 
---reward is a list of graders and parts. A part is an extra reward (rollout.REWARD_PARTS)."""
+--reward is a list of graders and reward parts. A grader compares answers with gold answers, or is a user's
+function. A reward part is an extra reward, such as "format" (rollout.REWARD_PARTS)."""
 
 import json
 import math
@@ -70,7 +71,7 @@ def _term(spec, parts):
         return Term("accuracy", weight, kind=full)
     dataset = ""
     custom = full if ":" in full else ""
-    if "@" in custom and not custom.startswith(("/", ".")):
+    if "@" in custom and not custom.startswith(("/", ".")):  # in /… and ./…, the @ belongs to the path
         dataset, _, custom = custom.partition("@")
         require(dataset != "", f"reward {full!r} has no data set before its @",
                 f"DATASET@{SPEC}, or ./ in front of a path")
@@ -85,8 +86,8 @@ def _term(spec, parts):
 
 
 def kind_of(reward: Sequence[str]) -> str:
-    """Returns the default way to compare answers, for data rows that do not choose one: the first of KINDS in
-    --reward, or "math"."""
+    """Returns how answers are compared for data rows without the field "reward" and without choices: the
+    first of KINDS (math, choice, exact) in --reward, or "math" if --reward has none of them."""
     names = [spec.partition("=")[0] for spec in reward]
     return next((name for name in names if name in KINDS), "math")
 
@@ -121,7 +122,7 @@ TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     """Returns the terms of --reward that grade the responses of a data set. The first term decides whether a
     response is correct. If a data set has a term DATASET@FILE.py:FUNCTION, the terms math, choice and exact
-    do not grade it."""
+    do not grade its responses."""
     own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
     return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
 
@@ -129,8 +130,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 def _responses(path, kind="math"):
-    """Yields the rows of a file of responses, or of a file in a run's folder samples/. Raises UserError for
-    an invalid row."""
+    """Yields the rows of a file of responses, which may be a file in a run's folder samples/. `kind`: how
+    answers are compared in rows without a kind. Raises UserError for an invalid row."""
     for number, found in read_rows(path):
         where = f"{path}, row {number}"
         require(isinstance(found, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')

@@ -16,7 +16,8 @@ SOLVED = 0.9  # with this mean reward or more, "entropy", "length", "uniform" an
 History = Sequence[Mapping[str, float]]  # one row of metrics for each training step so far
 
 # Name of an alarm -> (function that returns whether the alarm is active, text). `now` has the mean of each
-# metric over the last MEAN_STEPS steps. A missing metric is NaN, so its comparisons are false.
+# metric over the last MEAN_STEPS steps, and values that active_alarms adds, such as first_entropy. A missing
+# metric is NaN, so its comparisons are false.
 ALARMS = {
     "entropy": (
         lambda now, cfg: now["reward"] < SOLVED and now["entropy"] < max(0.1 * now["first_entropy"], 0.01),
@@ -76,7 +77,7 @@ ALARMS = {
 
 
 def active_alarms(history: History, cfg: Config) -> dict[str, str]:
-    """Returns the alarms that are active after the last step of `history`: name -> text."""
+    """Returns a dict with the alarms that are active after the last step of `history`: name -> text."""
     recent = history[-MEAN_STEPS:]
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
@@ -91,7 +92,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:
-    """Returns the texts of alarms that are active now, but not in the QUIET_STEPS steps before."""
+    """Returns the texts of alarms that are active now, but were active in none of the QUIET_STEPS steps
+    before."""
     recent = set()
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         recent |= active_alarms(history[:end], cfg).keys()

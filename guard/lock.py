@@ -13,16 +13,16 @@ from typing import Any
 from configs import require
 
 HEARTBEAT = 20.0  # seconds between heartbeats; each renews the lock file's modification time
-DEAD = 120.0  # seconds without a heartbeat, after which a run on another host may take over
+DEAD = 120.0  # seconds without a heartbeat; then a run on another host may take over the lock
 
 
 class FolderLock:
-    """A lock file in a run's folder. It names its owner: host and process.
+    """A lock file in a run's folder. The file names the lock's owner: host and process.
 
     Another run takes over the lock if the owner's process has ended. An owner on another host counts as ended
     after DEAD seconds without a heartbeat.
 
-    Not flock: on NFS, the flock of a crashed host may never be released."""
+    flock is not used, because on NFS the flock of a crashed host may never be released."""
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
@@ -30,15 +30,16 @@ class FolderLock:
                      "start": _start_of(os.getpid())}
 
     def claim(self) -> None:
-        """Make the folder and take its lock. Waits up to DEAD seconds for a heartbeat of an owner on another
-        host. Raises UserError if another run uses the folder, OSError if the folder can't be written to."""
+        """Makes the folder and takes its lock. If the lock's owner is on another host, waits up to DEAD
+        seconds for a heartbeat. Raises UserError if another run uses the folder, and OSError if the folder
+        can't be written to."""
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
             owner = self.owner()
             require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
                     f"{owner.get('host')}", "the end of that run, or another --out")
-            if self.owner() == owner:
+            if self.owner() == owner:  # no other run has taken over the lock meanwhile
                 self.file.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True, name="lock").start()
         atexit.register(self.release)
@@ -70,6 +71,7 @@ class FolderLock:
         """Returns whether the lock's owner is alive. If the owner is on another host, waits up to DEAD
         seconds for a heartbeat."""
         if owner.get("system") == self.mine["system"]:
+            # A lock with our own pid is left from an earlier run: this run has no lock yet.
             return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
         before, began = self._beaten(), time.monotonic()
         # The clocks of two hosts may differ, so the lock's age is measured by the file server's clock. utime
@@ -81,10 +83,10 @@ class FolderLock:
                   f"{patience:.0f} s to see whether that run is alive", flush=True)
         while self._beaten() == before and time.monotonic() - began < patience:
             time.sleep(2)
-        return self._beaten() not in (before, 0.0)
+        return self._beaten() not in (before, 0.0)  # a new time; 0 means that the lock file is gone
 
     def _beaten(self):
-        """Returns the lock file's modification time in seconds; 0 without a file."""
+        """Returns the lock file's modification time in seconds; 0 if there is no lock file."""
         try:
             return self.file.stat().st_mtime
         except OSError:
@@ -104,15 +106,16 @@ class FolderLock:
 
 
 def _system():
-    """Returns an id of this boot and this pid namespace. Pids are comparable only between equal ids."""
+    """Returns an id of this boot and this pid namespace. Process ids may be compared only if these ids are
+    equal."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     return os.uname().nodename
 
 
 def _start_of(pid):
-    """Returns the start time of process `pid`, or "". A later process with the same pid has another start
-    time."""
+    """Returns the start time of process `pid`, or "" if there is no such process. A later process with the
+    same pid has another start time."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""

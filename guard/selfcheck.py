@@ -19,8 +19,9 @@ CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 # Columns: start of the error message; factor that multiplies the engine's weights; order of a prompt's tokens
-# (-1: reversed); likely causes. A reversed prompt has no cached prefix, so the third stage caches keys and
-# values of the halved weights. If the prefix cache is not reset, the fourth stage reads these and fails.
+# (-1: reversed); likely causes. vLLM's prefix cache has no keys and values for the reversed prompts until the
+# third stage, which computes them with halved weights. If the cache is not reset after that, the fourth stage
+# reads these keys and values, and fails.
 STAGES = (
     ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
      "a model that the engine computes differently"),
@@ -32,8 +33,8 @@ STAGES = (
 
 def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
                  cfg: Config) -> str:
-    """Run `selfcheck` with the policy's weights. Returns a line about the agreement of engine and trainer.
-    Raises UserError if they disagree."""
+    """Runs `selfcheck` with the policy's weights. Returns a line that says how well the log-probs of engine
+    and trainer agree. Raises UserError if `selfcheck` finds an error on any rank."""
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
@@ -51,8 +52,9 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
-    """Returns the prompts for `selfcheck`: prompt_id -> tokens. To test vLLM's prefix cache, the last prompt
-    has 300 tokens, if they fit. The cache stores only whole blocks (16 tokens on GPUs, 128 on CPUs)."""
+    """Returns the prompts for `selfcheck` as a dict: prompt_id -> tokens. To test vLLM's prefix cache, the
+    last prompt has 300 tokens, or fewer if the run's maximum length is smaller. The cache stores only whole
+    blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
     prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
@@ -62,13 +64,13 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
 def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
               trainer_logp: Callable[[list[Sample], float], Tensor],
               prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
-    """Compare the log-probs of engine and trainer. Returns an error message about the first failed stage, or
-    "", and the largest gap, in nats a token.
+    """Compares the log-probs of engine and trainer. Returns a pair: an error message about the first failed
+    stage, or "" if no stage failed; and the largest gap, in nats a token.
 
     In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
     sampling, and sleeps. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy
-    or sampled responses. Each gap must be at most TOLERANCE. In one stage, the weights are halved: its
-    gaps must be larger than TOLERANCE, and the result leaves them out.
+    or sampled responses. Each gap must be at most TOLERANCE. In one stage, the weights are halved. There, the
+    gaps must be larger than TOLERANCE, and do not count for the largest gap.
 
     weights(): the policy's weights, for `Engine.awake`
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens

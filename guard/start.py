@@ -72,13 +72,13 @@ def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
 
 
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
-    """Make the run's folder and take its lock. Raises UserError if the folder:
+    """Makes the run's folder and takes its lock. Raises UserError if the folder:
 
     - is in use or not writable
     - is not empty, with --resume never (allowed after a restart by torchrun)
-    - has a file or folder of WRITTEN, but is not a run's folder
-    - has exports, but no complete checkpoint
-    - has an export/policy or export/critic with anything else than an earlier export"""
+    - has a file or folder named in WRITTEN, but is not a run's folder
+    - has a folder export/, but no complete checkpoint
+    - has files in export/policy or export/critic that no export wrote"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
         found = sorted(path.name for path in folder.glob("*") if path != lock.file)
@@ -96,8 +96,9 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         lock.claim()
 
 
-# .git, and what a run or tools.report writes. A new run refuses a folder --out that has one of these names,
-# unless an earlier run wrote there. So it overwrites no other files, and writes into no repository.
+# Names of .git and of the files and folders that a run or tools.report writes. A new run refuses a folder
+# --out that contains such a name, unless an earlier run wrote there. So a run overwrites no other files, and
+# writes into no repository.
 WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
            "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html").split()
 
@@ -122,7 +123,7 @@ def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
 
 
 def check_same(verb: str, facts: Mapping[str, str], needed: str) -> None:
-    """Raises UserError, with the names of the hosts that differ, unless `facts` is the same on all ranks.
+    """Raises UserError unless `facts` is the same on all ranks. The message names the hosts that differ.
 
     verb: "reads" gives "not every rank reads what rank 0 reads"
     facts: name -> text, such as a file's hash
@@ -143,7 +144,7 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
             "chat template": ckpt.template_hash(tokenizer, cfg.template),
             "--reward": [f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
                          for t in terms_of(cfg)]}
-    # A changed file or temperature would give other scores under the same name.
+    # A changed file or temperature would give other scores under the same metric name.
     read |= {f"--eval_data {name}": f"{len(found)} problems, {fingerprint(found)}, "
              f"temperature {cfg.eval_temperature[i % len(cfg.eval_temperature)]}"
              for i, (name, found) in enumerate(held_out.items())}
@@ -159,11 +160,11 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
 
 
 def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
-    """Make the chat template print the same date during the whole run. Returns the config. Its field `date`
-    has this date, or "" if the template prints no date.
+    """Makes the chat template print the same date during the whole run. Returns the config with this date in
+    the field `date`; "" if the template prints no date.
 
-    The date is --date, else `earlier` (from the checkpoint), else today's date on rank 0. A collective.
-    Raises UserError if --date is given, but the template prints no date."""
+    The date is --date, else `earlier` (from the checkpoint), else today's date on rank 0. Raises UserError if
+    --date is given, but the template prints no date. A collective: all ranks must call it."""
     day = cfg.date or earlier or dist.gather(str(date.today()))[0]
     day = fix_date(tokenizer, day) if cfg.template == "chat" else ""
     require(bool(day or not cfg.date), "--date has no effect: the prompts do not contain today's date",
@@ -174,8 +175,9 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
 
 
 def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Replaces --shard_ranks auto by a number: by the checkpoint's if the ranks are as many as at the last
-    save, so that gradients are rounded as before; otherwise by the plan's. saved: the checkpoint's state"""
+    """Returns the config with a number in place of --shard_ranks auto. If the number of ranks is the same as
+    at the last save, this function takes the checkpoint's number, so that gradients are rounded as before.
+    Otherwise it takes the plan's number (tools/plan.py). saved: content of the checkpoint's state.json"""
     if cfg.shard_ranks != "auto":
         return cfg
     same = saved.get("ranks") == world.size
@@ -183,7 +185,7 @@ def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Con
 
 
 def checkpoint_id(path: Path | None) -> str:
-    """Returns the name and a hash of a complete checkpoint; "none" for None."""
+    """Returns the name and a hash of a complete checkpoint, or "none" if `path` is None."""
     if path is None:
         return "none"
     return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
@@ -230,9 +232,9 @@ def check_keep_best(cfg: Config, held_out: Sequence[str]) -> None:
 
 def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
     """Returns the run as a plan.Case, from which tools/plan.py computes memory and time. GPU memory and host
-    memory are the smallest of all ranks. A collective.
+    memory are the smallest of all ranks. A collective: all ranks must call it.
 
-    problems: number of prompts in an epoch; 0 if unknown"""
+    problems: number of prompts in an epoch; 0: not given, so the plan assumes plan.ASSUMED_PROMPTS"""
     cuda = world.device.type == "cuda"
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -242,8 +244,10 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py), and prints the plan's section "run". Raises UserError, with a
-    remedy, if memory or disk is too small. problems: number of prompts in an epoch"""
+    """Returns the run's plan (tools/plan.py). Prints the plan's section "run" and the speed of the network.
+    Raises UserError, with a remedy, if memory or disk is too small.
+
+    problems: number of prompts in an epoch"""
     case = case_of(cfg, world, problems)
     planned, shortage = plan.plan_of(case), plan.shortage(case)
     say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
@@ -258,12 +262,12 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 # --- the gold answers
 
 GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
-GOLD_LIMIT = 0.01  # a run does not start if more than this share of them can't be graded
+GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
                say: Say, refuse: bool = True) -> None:
-    """Print how many gold answers of a data set can't be graded. Raises UserError if their share is above
+    """Prints how many gold answers of a data set can't be graded. Raises UserError if their share is above
     GOLD_LIMIT, unless `refuse` is False or --go is given. Problems that only the user's functions grade are
     not checked.
 
@@ -282,11 +286,12 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
-    """Returns those of `indices` whose gold answers can't be graded. Such a gold answer:
+    """Returns the indices of the problems whose gold answers can't be graded. `indices`: problems to check.
+    A gold answer can't be graded if it:
 
-    - is empty or longer than MAX_ANSWER
+    - is empty or longer than MAX_ANSWER characters
     - is not a letter, although its kind is "choice"
-    - has kind "math", and its comparison with a test answer raises an error or times out"""
+    - has kind "math", and the grader raises an error or times out when it compares a test answer with it"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
@@ -328,8 +333,8 @@ def check_parts(problems: Sequence[Problem], tokenizer: Any, cfg: Config) -> Non
 
 def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: Sequence[Sample],
                say: Say, errors: Sequence[str] = ()) -> None:
-    """Print three prompts of the first step with a response each. Also print how many responses were correct,
-    wrong, truncated and so on.
+    """Prints three prompts of the first step, each with one response. Also prints how many responses were
+    correct, wrong, truncated and so on.
 
     Without --go, raises UserError if all responses score 0, or if more than half were cut by length.
 

@@ -1,4 +1,4 @@
-"""Ends a process that hangs, and turns a signal such as ctrl-C into a stop at the end of a step."""
+"""Ends a process that hangs, and turns a signal such as ctrl-C into a request to save and stop."""
 
 import atexit
 import contextlib
@@ -48,8 +48,8 @@ def watch(limit: float) -> None:
 
 
 def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "". If this rank has
-    stalled, tells the other ranks through the store."""
+    """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "" if no rank has. If
+    this rank has stalled, tells the other ranks through the store."""
     if time.perf_counter() - CURRENT.began > limit:
         store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
     elif not store.check(["stalled"]):
@@ -61,7 +61,7 @@ def print_stacks(head: str) -> None:
     """Print `head` and the stacks of this process. Each line is one write, so that lines of several ranks do
     not mix."""
     with tempfile.TemporaryFile("w+") as file:
-        # traceback would read source files, which may be on a disk that hangs.
+        # Python's module traceback would read source files, which may be on a disk that hangs.
         faulthandler.dump_traceback(file)
         file.seek(0)
         lines = file.read().splitlines()
@@ -85,7 +85,7 @@ def handle_signals(grace: float) -> Iterator[None]:
             if os.environ.get("RANK", "0") == "0":
                 os.write(2, f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
                          f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n".encode())
-        # torchrun repeats the first ctrl-C, so a second one within 2 seconds is ignored.
+        # torchrun repeats the first ctrl-C, so a second ctrl-C within 2 seconds is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 
