@@ -3,13 +3,13 @@ r"""Extracts the answer from a response, and decides whether it equals the gold 
     extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-`quick_grade` decides most pairs. `grade` gives the others to math-verify, which may hang or crash. So
-grading/worker.py runs `grade` in processes that can be killed.
+`quick_grade` decides most pairs of an answer and a gold answer. `grade` gives the other pairs to the library
+math-verify, which may hang or crash. So grading/worker.py runs `grade` in processes that can be killed.
 
 Equality is decided in three steps:
 
 1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`.
-2. `read` gives each text a type, such as number or list. Texts of one type are compared part by part.
+2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
 3. math-verify compares expressions and equations, such as `x+1`.
 
 What counts as equal:
@@ -20,22 +20,24 @@ What counts as equal:
   such a gold answer.
 - A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
   equals `1/3`, `0.33` does not. Two decimals with the same number of places must be equal. Integers are
-  exact. In an expression such as `1.8333333333333\pi`, a decimal must be right to 12 digits.
+  exact. In an expression such as `1.8333333333333\pi`, an answer's decimal must be right to 12 digits, unless
+  the gold answer also has a decimal.
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
 - If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
   `28 halved` does not.
-- `(B) 15` equals `15`.
+- If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
 - The order counts in tuples, not in lists and sets. `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` equals `5`, but neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `x=5` equals `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
 - A condition such as `k\in\mathbb{Z}` is ignored.
-- A formula of the problem is no answer, although it may equal the gold answer (see `repeats`).
-- `3+4=7` equals 7, but `6=7` does not.
-- After `\approx`, an answer may add a number that is right within one percent: `\frac56\approx0.83`.
+- A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
+- In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
+- After `\approx`, an answer that is no integer may add a number that is right within one percent:
+  `\frac56\approx0.83`.
 """
 
 import re
@@ -52,7 +54,8 @@ KINDS = ("math", "choice", "exact")
 # --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
 # in the length of the text.
 
-# Unicode characters and what replaces them. NFKC replaces others, such as full-width digits.
+# Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
+# digits.
 STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
           ("ℝ", r"\\mathbb{R}")]
 CHARACTERS = str.maketrans({
@@ -66,6 +69,7 @@ CHARACTERS = str.maketrans({
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
+# What may stand between two boxes of one answer, such as `and` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
     r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
@@ -162,9 +166,9 @@ def _last(pattern):
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
 # orz read only the text after `</think>`.
 EXTRACTORS = {
-    "orz": extract_answer,  # the last box of the last <answer> block that has one
+    "orz": extract_answer,  # the last box in the last <answer> block that has a box
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
-    "answer_tag": _answer_tag,  # last <answer> block: its box, or its text after `answer is`, or all of it
+    "answer_tag": _answer_tag,  # last <answer> block: its box, else its text after `answer is`, else all
     "gsm8k": _last(GSM8K),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
     "letter": _last(CHOICE),  # the last letter A to Z that is given as the answer (CHOICE)
@@ -276,7 +280,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
      r" ?[a-z](?:,[a-z])*"
      r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
      r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
-    # The x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1 it is a part of the answer.
+    # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
+    # because it is a part of the answer.
     (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])-?[\w.]+\)?$',
      lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$",
                                  m.string[:m.start()]) else ""),
@@ -348,7 +353,7 @@ def _is_word(match):
 
 class Number(NamedTuple):
     value: Fraction
-    places: int | None  # number of digits after the decimal point; None for an exact number
+    places: int | None  # number of digits after the decimal point; None for an exact number such as 5 or 1/3
 
 
 class Reading(NamedTuple):
@@ -401,7 +406,7 @@ DECIMAL = re.compile(
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
-# The symbols that a chain (3+4=7) may have, beside numbers and units
+# The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
@@ -450,8 +455,8 @@ def _split(text, name):
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
-    """Returns the Reading of a normalised text. depth: how deep the text is nested in the answer; 0 for the
-    whole answer."""
+    """Returns the Reading (type and parts) of a normalised text. depth: how deep the text is nested in the
+    answer; 0 for the whole answer."""
     if depth <= 8 and text:  # a text that is nested deeper is one expression
         for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
                        _read_scalar, _read_text):
@@ -462,7 +467,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 def _read_list(text, depth):
     r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
-    `;`. 1\pm2 is a list of 1+2 and 1-2. The kind is "named" for "x=1; x=2", "intervals" for "x<1; x>2"."""
+    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2", and
+    "intervals" for "x<1; x>2"."""
     parts, found = _split(text, "group")
     if not found:
         parts, found = _split(text, "list")
@@ -478,7 +484,7 @@ def _read_list(text, depth):
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
         return _read_bounds(text, elements)
     if kinds == {"named"}:
-        # Greek names, such as \theta, are the last.
+        # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
@@ -497,8 +503,9 @@ def _several(reading):
 
 
 def _read_bounds(text, elements):
-    r"""Returns one Reading for several inequalities, such as x<1 or x>2; None if they have different
-    variables. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one interval at 3 and begins another."""
+    r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
+    variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
+    interval at 3 and begins another."""
     cut = [r"\ne" in e.text for e in elements]
     edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
@@ -568,7 +575,7 @@ def _read_inequality(text, depth):
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
-    [x,x]. Returns [] if the Reading stands for no interval, such as (2,1): the lower edge must come first."""
+    [x,x]. Returns [] for any other Reading, also for (2,1), because the lower edge must come first."""
     kind, _, parts = reading
     if kind == "intervals":
         return parts[1]
@@ -740,8 +747,8 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
-    """Decides what `grade` can decide without math-verify. `prove` compares all other expressions (see
-    `_same`). By default, the result for them is None. Raises UserError for an unknown kind."""
+    """Returns what `grade` returns, or None if only math-verify can decide. If `prove` is given, it compares
+    such expressions instead (see `_same`). Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold:
@@ -757,14 +764,15 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     return _same(read(normalise(answer)), read(normalise(gold)), prove)
 
 
-# What stands before and after a formula of a problem.
+# The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
     r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
     such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
-    one. If one side of the problem's equation is the gold answer, it is no repetition."""
+    such a formula. A formula that is the gold answer, or an equation with the gold answer on one side, does
+    not count."""
     known, right = set(), _bag(normalise(gold).rpartition("=")[2])
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
@@ -776,9 +784,9 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 
 def _bag(text):
-    """Returns the characters of a formula, without words and brackets, and sorted: x^2-9 gives the same as
-    (-9+x^2). But the digits of a number keep their order, and of an equation only the sides and their terms
-    are sorted, not the characters."""
+    """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
+    words, brackets, + and *. In an equation, only the sides and their terms are sorted, not the
+    characters. A text that is one number is not sorted."""
     text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
     if "=" in text:
         return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))
@@ -792,8 +800,8 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Returns whether two Readings are equal; None if unknown. prove(answer, gold) compares the texts of two
-    expressions, and returns True, False, or None for unknown."""
+    """Returns whether two Readings are equal. prove(answer, gold) compares the texts of two expressions. It
+    returns True, False, or None if it can't decide. `_same` returns None if such a pair matters."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
@@ -850,11 +858,12 @@ def _same_named(answer, gold, prove):
     other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
     if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
         return False
-    # The gold answer x+y=5 may be the equation of a line. So y=5-x is right, and 5 is wrong.
+    # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
+    # and the answer 5 is wrong.
     if needed and TOTAL.fullmatch(needed):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
-    # solved. But if it is the curve y=2x, the answer y-2x=0 is right.
+    # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
     if other or "equation" in (a.kind, b.kind):
         letters = _variables(b.text)
         curve = not needed or letters and letters | {needed} <= set("Ctxyz")
@@ -863,9 +872,9 @@ def _same_named(answer, gold, prove):
 
 
 def _same_chain(answer, gold, prove):
-    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. Of a gold chain, only the
-    value (7) is used. In the answer, the texts before the value must equal the value, and the roundings after
-    it must be right within one percent."""
+    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. If `gold` is a chain, only
+    its value (7) counts. If `answer` is a chain, the texts before its value must equal the value. Roundings
+    after the value must be right within one percent. If the value is an integer, they must be exact."""
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
@@ -898,12 +907,15 @@ def _same_number(answer, gold, prove):
     places = [n.places for n in (answer, gold) if n.places is not None]
     if not places or answer.places == gold.places:
         return a == b
+    # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
+    # one part in a million.
     difference = abs(a - b)
     return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):
-    """Returns whether two tuples have the same form and the same parts in the same order; None if unknown."""
+    """Returns whether two tuples have the same form and the same parts in the same order. Returns None if
+    that depends on parts for which `_same` returns None."""
     (kind, a), (needed, b) = answer, gold
     # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
@@ -913,8 +925,9 @@ def _same_tuple(answer, gold, prove):
 
 
 def _unordered(answer, gold, prove, same=_same):
-    """Returns whether `answer` has the same parts as `gold` in any order; None if unknown. If one of the
-    two has a single part, every part of the other must equal it: `1, 1` equals `1`."""
+    """Returns whether the lists `answer` and `gold` have the same parts in any order. If one list has a
+    single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
+    result depends on parts for which `same` returns None."""
     table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
         return 1 in (len(answer), len(gold)) and _all(sum(table, []))
@@ -964,13 +977,14 @@ def _parse(text):
 
 
 def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
-    """Returns whether two normalised expressions are equal. Two equations are equal if one is the other times
-    a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or (without
-    `tolerance`) if `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't be parsed.
-    math-verify may raise further errors.
+    r"""Returns whether two normalised expressions are equal. Two equations are equal if one is the other
+    times a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or
+    (without `tolerance`) if `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't
+    be parsed. math-verify may raise further errors.
 
-    tolerance: largest relative difference of two numbers if one has a decimal point; None: 1e-6. If `gold` is
-    an integer, no difference is allowed."""
+    tolerance: largest relative difference of two numbers, if `gold` has a decimal point or `answer` is a
+        decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
+        1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
     from sympy import Eq, cancel, numer, together
 
@@ -987,7 +1001,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             decimal = "." in gold or "." in answer and _number(answer)
             if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
                 return a == b
-            # maxn: number of digits to which sympy computes if a and b are nearly equal
+            # maxn: largest number of digits to which sympy computes if a and b are nearly equal
             limit = (tolerance or 1e-6) if decimal else 1e-12 if "." in answer else 1e-300
             return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
         if isinstance(left, Eq) and isinstance(right, Eq):

@@ -39,7 +39,7 @@ from typing import Any
 from configs import UserError, data_file, explained, require
 from grading.answers import KINDS, extract, grade
 
-# Fields of the problem and of the gold answer. The first that is not null is used.
+# Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
@@ -63,8 +63,8 @@ class Row:
     answer: str  # the gold answer
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
-    form: str = field(compare=False)  # see _form
-    fields: str = ""  # the whole row as JSON, if a reward function reads it
+    form: str = field(compare=False)  # where the gold answer was found (see `_form`)
+    fields: str = ""  # the whole row as JSON, if `keep_fields` was set in `problem_rows`
 
     @property
     def text(self) -> str:
@@ -90,8 +90,8 @@ def as_json(row: Any) -> str:
 
 
 def local_file(path: str) -> str:
-    """Returns the path of a local file. A file on the Hub (OWNER/NAME:FILE) is downloaded to the Hub's cache.
-    Raises UserError if the download fails."""
+    """Returns the path of the file on this machine. A file on the Hub (OWNER/NAME:FILE) is downloaded to the
+    Hub's cache. Raises UserError if the download fails."""
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match:
         return path
@@ -111,7 +111,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     """Returns the problem of a row in one of the formats above. Raises UserError for any other row.
 
     where: file and number of the row, for the error message
-    default: the kind of a row without the field `reward` and without choices"""
+    default: how answers are compared ("math", …) if a row has neither the field `reward` nor choices"""
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
@@ -143,7 +143,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _fields(row):
-    """Returns the row as a dict. In Open-Reasoner-Zero a row is a list of turns, one with the gold answer."""
+    """Returns the row as a dict. In Open-Reasoner-Zero a row is a list of turns, and one turn has
+    the gold answer."""
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
@@ -189,7 +190,8 @@ def _turns(prompt, where):
 
 
 def _dataset(fields, where):
-    """Returns the row's data set, or "". In Open-Instruct RLVR the field is a list of one text."""
+    """Returns the name of the row's data set; "" if the row has none. In Open-Instruct RLVR the field is a
+    list of one text."""
     value = _first(fields, "dataset", "data_source")
     if isinstance(value, list) and len(value) < 2:
         value = value[0] if value else None
@@ -202,7 +204,7 @@ def _dataset(fields, where):
 
 
 def _gold(fields):
-    """Returns the row's gold answer, which may be inside a dict or a list of one value."""
+    """Returns the row's gold answer. In the row, it may be inside a dict or a list of one value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -226,7 +228,8 @@ def _plain_text(value):
 
 
 def _answer(fields, where):
-    """Returns the gold answer as text, without its worked solution; None if the row has no gold answer."""
+    """Returns the gold answer as text, without its worked solution. Returns None if the row has no gold
+    answer that is a text or a number."""
     text = _plain_text(_gold(fields))
     as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
     require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
@@ -254,8 +257,9 @@ def _form(text):
 
 
 def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns warnings, one line each, about rows whose gold answer may be wrong: 1. rows that have it in
-    another form than most rows (see _form); 2. math problems whose gold answer has several words.
+    """Returns warnings, one line each, about rows whose gold answer may be wrong: 1. rows that have the
+    gold answer in another place than most rows (see `_form`); 2. math problems whose gold answer has several
+    words.
 
     rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
@@ -282,7 +286,7 @@ def _out_of_list(text):
 
 
 def _choices(fields, where):
-    """Returns the row's choices: letter -> text."""
+    """Returns the row's choices as a dict: letter -> text. It is empty if the row has no choices."""
     choices = _first(fields, "choices", "options") or {}
     if isinstance(choices, list) and len(choices) <= 26:
         choices = dict(zip(string.ascii_uppercase, choices, strict=False))

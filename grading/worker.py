@@ -59,8 +59,8 @@ LATE = 8  # the run ends if users' functions time out or end a worker this numbe
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
-# The server runs this file as the module __main__. pebble pickles `_grade_chunk` and its results, so their
-# module must be in sys.modules, and `serve` removes `grading.worker` from sys.modules.
+# The server runs this file as the module __main__, because `serve` removes `grading.worker` from sys.modules.
+# pebble pickles `_grade_chunk` and its results, so their module must stay in sys.modules.
 SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
           "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
 START = 300  # seconds that a server may need to start from a slow disk
@@ -76,7 +76,8 @@ class Grade(NamedTuple):
 
     reward: 1.0 or 0.0; from a custom reward, any finite float32
     reason: one of REASONS
-    answer: the answer in the response; None if no answer was found"""
+    answer: the answer in the response; None if no answer was found, or if `reason` is "truncated"
+        or "unparsed"."""
     reward: float
     reason: str
     answer: str | None
@@ -86,7 +87,7 @@ class Reply(NamedTuple):
     """The answer of an environment (--env) to a turn of the policy.
 
     text: what to append to the response; None ends the response
-    reward: the response's reward; None: the response is graded as usual
+    reward: the response's reward. If it is None, the response is graded as usual
     done: True ends the response without appending `text`
 
     An environment may also return a str for Reply(str), None for Reply(), or a tuple for Reply(*tuple)."""
@@ -96,7 +97,7 @@ class Reply(NamedTuple):
 
 
 # math-verify's parser takes seconds to build tables for each kind of expression. The server compares these
-# pairs (answer=gold) before it forks workers for comparisons, so these inherit the tables.
+# pairs (answer=gold) before it forks workers for comparisons, so these workers inherit the tables.
 WARM = r"""
 \frac{1}{2}x=0.5x
 x^2+2x+1=(x+1)^2
@@ -136,7 +137,7 @@ def reason_of(reward: float) -> str:
 
 
 def _reply(*request):
-    """Calls the environment. Returns its Reply, or raises an error if the Reply is not valid."""
+    """Call the environment. Returns its Reply. Raises an error if the Reply is not valid."""
     value = _call(*request)
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
@@ -186,7 +187,8 @@ def _modules_beside(spec):
 
 
 def _take_modules(names, among):
-    """Remove the modules `names` and their submodules from sys.modules. Returns name -> removed module."""
+    """Remove the modules `names` and their submodules from sys.modules, if they are in `among`. Returns a
+    dict: name -> removed module."""
     found = [name for name in among if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
@@ -226,7 +228,7 @@ def _init_worker():
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the worker dies with the server
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         with suppress(ValueError):  # a lower limit is already set
@@ -241,8 +243,9 @@ def _init_worker():
 
 
 def user_files(spec: str) -> dict[str, str]:
-    """Returns key -> hash of the content, for the user's file FILE.py and for the user's other files that are
-    imported by now. The hashes reveal edits. Files of torz and of installed packages do not count.
+    """Returns a dict: key -> hash of a file's content, for the user's file FILE.py and for the user's other
+    files that are imported by now. The hashes reveal edits. Files of torz and of installed packages are left
+    out.
 
     spec: "FILE.py:FUNCTION". The key of FILE.py is ":FUNCTION". Other keys are names of modules."""
     path, _, function = spec.rpartition(":")
@@ -268,6 +271,7 @@ def _import_function(spec, known):
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     _functions[spec] = function = module[name]
     signature = inspect.signature(function)
+    # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds, parallel = (getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel"))
@@ -286,7 +290,7 @@ def _warm():
 
 
 class _Worker(get_context("fork").Process):
-    """A worker process. pebble takes the `exitcode` 0 for a planned end, and any other value for a crash.
+    """A worker process. For pebble, the `exitcode` 0 is a planned end, and any other value is a crash.
 
     A user's function may end the process with the status 0, and this must count as a crash. So a planned end
     (after MAX_TASKS chunks) has the status ENDED and the `exitcode` 0. For a crash, `exitcode` is the status
@@ -323,7 +327,7 @@ def _dispatch(requests, replies, workers, deadline, found):
     found: "FILE.py:FUNCTION" -> the result of `_import_function`. A function whose `seconds` are not 0 (see
         Grader) has its own pool of workers.
 
-    Comparisons have their own pool, too. Its workers start after `_warm`, so they inherit the tables."""
+    Comparisons also have their own pool. Its workers start after `_warm`, so they inherit the tables."""
     import pebble
 
     lock = threading.Lock()
@@ -395,7 +399,7 @@ class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
     can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
-    workers     number of worker processes for comparisons, and of those for calls of functions
+    workers     number of worker processes for comparisons; as many others call the functions
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
@@ -478,8 +482,8 @@ class Grader(AbstractContextManager):
             self._exchange(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue the call env(problem, text, turn), without waiting. `results` will return the Reply
-        for `key`. If the call fails, it will return a Grade with the reason "error" or "timeout" instead.
+        """Queue the call env(problem, text, turn), without waiting. `results` will return the Reply for
+        `key`. If the call fails, `results` will return a Grade with the reason "error" or "timeout" instead.
 
         turn: number of the turn, from 1"""
         self._queue_call(key, "reply", self.env, dict(problem=problem, text=text, turn=turn))
@@ -518,9 +522,10 @@ class Grader(AbstractContextManager):
             self._send_waiting()
 
     def results(self) -> dict[Hashable, Grade | Reply]:
-        """Wait for all outcomes. Returns key -> Grade or Reply for each `submit` and `ask` since the last
-        call. The wait ends early if `stop` is not empty or `failure` is set (see `check`). A missing outcome
-        is then a Grade with the reason "timeout". Raises RuntimeError if the server dies or stalls twice."""
+        """Wait for all outcomes. Returns a dict: key -> Grade or Reply, for each `submit` and `ask` since the
+        last call. The wait ends early if `stop` is not empty or `failure` is set (see `check`). Then each
+        response without an outcome gets a Grade with the reason "timeout". Raises RuntimeError if the server
+        dies or stalls twice."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
@@ -577,8 +582,8 @@ class Grader(AbstractContextManager):
         """End the old server, start a new server, and send it all chunks that have no reply."""
         self.close()
         command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
-        # bufsize=0: `poll` does not see bytes in a Python buffer. start_new_session: ctrl-C must not end the
-        # server.
+        # bufsize=0, because `poll` does not see bytes in a Python buffer. start_new_session, because ctrl-C
+        # must not end the server.
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
@@ -642,7 +647,8 @@ class Grader(AbstractContextManager):
         for request, (value, reason, error) in zip(requests, outcomes, strict=True):
             if request[0] != "compare":
                 late = reason == "timeout" or "WorkerDied" in (error or "")
-                self._late = (self._late + 1) * late
+                self._late = (self._late + 1) * late  # 0 after a call that was in time
+                # Parallel calls may fail together, so `parallel` (see `_import_function`) raises the limit.
                 if self._late >= max(LATE, 2 * self.known[request[1]][2]):
                     self.failure = (f"{request[1]} timed out or ended its process "
                                     f"{self._late} times in a row; needed: a function "

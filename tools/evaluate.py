@@ -7,8 +7,8 @@ a metric's standard error, each problem counts as one observation.
 
 MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
 .parquet file, or a file of the Hub (OWNER/NAME:FILE). All paths before the
-first .json, .jsonl or .parquet file are models. If no path ends so, only the
-first path is a model. Several models are evaluated one after the other with
+first .json, .jsonl or .parquet file are models. If there is no such file, only
+the first path is a model. Several models are evaluated one after the other with
 the same random seed. Every other model is compared with the first model.
 
 If a model is an export of torz, all models get the template, stop strings,
@@ -87,12 +87,12 @@ def std_error(values: Sequence[float]) -> float | None:
 
 
 def _estimates(metrics):
-    """Returns metric -> mean and standard error. metrics: metric -> one value per problem"""
+    """Returns a dict: metric -> mean and standard error. metrics: metric -> one value per problem"""
     return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns the content of scores.json: name of an evaluation set -> its file, size and scores."""
+    """Returns the item "sets" of scores.json, a dict: name of an evaluation set -> its file, size, scores."""
     return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
                    "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
                    "metrics": _estimates(scores[name])}
@@ -213,9 +213,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
-    """Returns the settings with which the models were trained (torz.json): name -> value, for each name in
-    EVAL_FLAGS but not in `given`. form: the text of --template, if it is in `given`. Raises UserError if two
-    models were trained with different settings."""
+    """Returns a dict: flag -> the value with which the models were trained (from torz.json). It has the flags
+    that are in EVAL_FLAGS and not in `given`. form: the text of --template, if this flag is in `given`.
+    Raises UserError if two models were trained with different settings."""
     found = {}
     for facts in filter(None, map(_trained, models)):
         template, unused = facts["template"], given
@@ -236,7 +236,7 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
 
 
 def _trained(model):
-    """Returns the content of the model's torz.json; nothing for a model that is no export of torz."""
+    """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
     if not from_hub(model):
         return read_json(Path(model, MARKER))
     with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
@@ -265,7 +265,7 @@ def result_folder(cfg: Config, models: int) -> Path:
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make the result folders. Raises UserError for a folder that can't be made."""
+    """Make the result folders, each with a lock. Raises UserError for a folder that can't be made."""
     for folder in folders:
         with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
             FolderLock(folder / "lock").claim()
@@ -287,7 +287,8 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    # Without the date first: an export's chat template may have it already, and then needs none.
+    # with_date refuses a cfg.date without effect on the prompts. An export's chat template may have the date
+    # inside. So cfg.date is passed as `earlier`, which with_date does not refuse.
     cfg = with_date(replace(cfg, date=""), tokenizer, cfg.date, say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)

@@ -8,7 +8,7 @@ Memory is counted for one rank's device. Seconds are estimates, right within a f
 
 Two terms of this file:
 
-    root     all weights outside the decoder layers (embedding, last norm and head); one FSDP group
+    root     all weights outside the decoder layers (embedding, last norm, LM head); one FSDP group
     shard    one rank's part of a model's weights, gradients or optimizer state
 """
 
@@ -63,7 +63,8 @@ GPUS = {gpu.name: gpu for gpu in (
 
 def gpu_of(device: str, memory: float) -> GPU:
     """Returns a GPU with the name `device`, which the driver reports, and with `memory` bytes. Its speeds are
-    those of the GPU in GPUS whose name before "-" occurs in `device`. Without such a GPU, they are 0."""
+    those of the GPU in GPUS whose name before "-" occurs in `device`. Without such a GPU, the speeds
+    are 0."""
     same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
     return next(same, GPU(device, 0))._replace(name=device, memory=memory)
 
@@ -82,7 +83,7 @@ class Shape:
     inner: int  # width of the MLP
     vocab: int
     kv_heads: int
-    tied: bool = False  # whether head and embedding share their weights
+    tied: bool = False  # whether LM head and embedding share their weights
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
 
@@ -109,7 +110,7 @@ KNOWN = {
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
     "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # the model of tools/tiny.py
 }
-# Model types that tie head and embedding if config.json has no tie_word_embeddings.
+# Model types that tie LM head and embedding if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
@@ -169,7 +170,7 @@ class Case:
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
         # Bytes of one number in activations and gathered weights.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
-        # On a GPU, every engine except the torch engine is planned like vLLM: it sleeps during training.
+        # On a GPU, every engine except the torch engine is planned like vLLM, which sleeps during training.
         self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
         self.offloads = cfg.offload and on_gpu
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
@@ -206,7 +207,7 @@ class Case:
 
     @cached_property
     def kept(self) -> dict[str, "Kept"]:
-        """Name of a model ("policy", "critic") -> what its updates keep in memory."""
+        """A dict: "policy" or "critic" -> what the updates of this model keep in memory."""
         return {name: keep(self, name) for name in self.models}
 
 
@@ -225,16 +226,17 @@ class Kept(NamedTuple):
 def keep(case: Case, name: str) -> Kept:
     """Returns what a model's updates keep in memory. With --recompute auto:
 
-    1. Each value of `reshard` gives one candidate. It recomputes as little as possible, but leaves the share
-       HEADROOM of the device's memory free. A value for which this is impossible gives no candidate.
+    1. Each value of `reshard` gives one candidate. The candidate recomputes as little as possible, but leaves
+       the share HEADROOM of the device's memory free. If this is impossible, the value gives no candidate.
+       If the GPU's speeds are unknown, only the value True is tried.
     2. The result is the first candidate that is at most 1 % slower than the fastest candidate. Without any
-       candidate, all layers are recomputed and no gathered weights kept, which needs the least memory."""
+       candidate, all layers are recomputed and no gathered weights are kept, which needs the least memory."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
     node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
-    needed = {}  # choice -> planned seconds of the updates; 0 if the speeds are unknown
+    needed = {}  # candidate -> planned seconds of the updates; 0 if the speeds are unknown
     for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
@@ -267,8 +269,8 @@ def _per_token(case, shape, whole):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers together keep for the backward pass
-    2. the activations that the backward pass recomputes for the last layer. It does so first, while the
-       activations of all other layers are still there
+    2. the activations that the backward pass recomputes for the last layer. The last layer is the first in
+       the backward pass, so the activations of all other layers are still in memory
 
     whole: number of layers to recompute completely (see Kept.recompute)"""
     d, b = shape.hidden, case.number
@@ -285,7 +287,7 @@ def _per_token(case, shape, whole):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use, as a Usage; {} on CPUs.
+    """Returns the memory that torch's allocator holds beyond the tensors in use (item -> bytes); {} on CPUs.
 
     gather buffers: inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and
         one layer's. Only FSDP's CUDA stream can reuse this memory.
@@ -298,11 +300,11 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, kept):
-    """Returns the memory (Usage) at five instants of an update. The update's peak is at one of them."""
+    """Returns a list: the memory (Usage) at five instants of an update. The peak is at one of them."""
     # b: bytes of a number in the compute dtype; d: the hidden size
     cfg, b, shape, params = case.cfg, case.number, case.models[name], case.params[name]
     d, layer = shape.hidden, shape.layer
-    # The root stays gathered until the end of the backward pass.
+    # The root (all weights outside the layers) stays gathered until the end of the backward pass.
     root = params - shape.layers * layer
     words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
@@ -314,14 +316,16 @@ def _update_instants(case, name, kept):
     layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
-    # A layer's backward pass also holds the gradients of the MLP's gate and up, and two gradients of size d.
+    # A layer's backward pass also holds the gradients of the MLP's gate and up projections, and two
+    # gradients of size d.
     working = T * (again + b * (2 * shape.inner + 2 * d))
     logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
     instants = [  # "whole gradients" are the gradients that FSDP has not yet reduced to shards
-        # 1. Backward pass of the head. Its gradient is in memory twice: in fp32 and in the compute dtype.
+        # 1. Backward pass of the LM head. The head's gradient is in memory twice: in fp32 and in the compute
+        #    dtype.
         {"gathered weights": gathered, "activations": activations, "logits": logits,
          "whole gradients": (4 + b) * head},
         # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and
@@ -363,21 +367,23 @@ def _asleep(case):
 
 
 def memory(case: Case) -> list[tuple[str, Usage]]:
-    """Returns (phase, Usage) of several instants of a step, in order of time. The peak memory is at one of
-    them. The phases: "sync" (the engine gets new weights), "rollout", "ref", "critic" and "policy"."""
+    """Returns a list of (phase, Usage): the memory at several instants of a training step, in order of time.
+    The peak is at one of these instants. The phases: "sync" (the engine gets new weights), "rollout", "ref",
+    "critic" and "policy"."""
     policy, params = case.policy, case.params["policy"]
-    # A sync gathers one layer or the root at a time. FSDP gathers the weights into a buffer, then copies them
-    # to tensors, so these weights are in memory twice.
+    # A sync gathers one layer or the root (all other weights) at a time. FSDP gathers the weights into a
+    # buffer, then copies them to tensors, so these weights are in memory twice.
     largest = max(params - policy.layers * policy.layer, policy.layer)
     own_part = 1 / case.shards if case.shards > 1 else 0  # FSDP copies a rank's shard for an all-gather
     sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
-    # VLLMEngine.load gives vLLM copies of embedding and head. vLLM keeps the copies until the end of the sync
-    # if embedding and head are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
+    # VLLMEngine.load gives vLLM copies of embedding and LM head. vLLM keeps the copies until the end of the
+    # sync if embedding and LM head are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
         sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
     instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
-    if case.cfg.ref_model:  # Otherwise ref has the policy's shape, and the policy's update needs more memory.
+    # Without --ref_model, ref has the policy's shape. Then the policy's update needs more memory than ref.
+    if case.cfg.ref_model:
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
@@ -424,7 +430,8 @@ def host_memory() -> float:
 
 
 def host_need(case: Case) -> dict[str, float]:
-    """Returns item -> bytes of host memory of one rank, and "machine" -> bytes for all ranks of a machine."""
+    """Returns a dict: item -> bytes of host memory of one rank. But the item "machine" is the host memory of
+    all ranks of a machine."""
     rank = {"rank's waiting state": case.state if case.offloads else 0,
             "rank's checkpoint copy": case.checkpoint,
             "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
@@ -433,8 +440,8 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
-    """Returns item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all checkpoints
-    with the exports. policy, critic: numbers of parameters"""
+    """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
+    checkpoints with the exports. policy, critic: numbers of parameters"""
     checkpoint, exports = STATE_BYTES * (policy + critic), 2 * (policy + critic)
     if cfg.keeps_ref:
         checkpoint += 4 * policy
@@ -458,7 +465,7 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
     """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes.
 
     size: bytes of the whole tensor
-    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which is one of each"""
+    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which does both"""
     # In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
     # bandwidth"). Only one rank of each node has its next rank on another node.
     total = times * size * (ranks - 1) / ranks
@@ -467,8 +474,8 @@ def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
 
 
 def traffic(case: Case) -> dict[str, dict[str, Sent]]:
-    """Returns phase -> collective -> what a rank sends. The phases "critic" and "policy" have these
-    collectives:
+    """Returns a dict of dicts: phase -> collective -> bytes that a rank sends. The phases "critic" and
+    "policy" have these collectives:
 
     forward: all-gathers in a pack's forward pass
     backward: all-gathers in a pack's backward pass
@@ -484,7 +491,8 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
 
 
 def _collectives(case, name, kept):
-    """Returns collective -> what a rank sends, for the model `name`. `traffic` describes the collectives."""
+    """Returns a dict for the model `name`: collective -> bytes that a rank sends. `traffic` describes the
+    collectives."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
     # over: (ranks, nodes) over which one copy of the weights is sharded; groups: number of copies
     # again: like `over`, for the all-gathers of the backward pass
@@ -520,6 +528,7 @@ def _passes(case, name, kept, prompt, response):
     forward = flop / (MFU * case.gpu.flops) / packs
     gather, *back, add_up = (_network(case, n) for n in _collectives(case, name, kept).values())
 
+    # If a rank keeps all gathered weights, only the first forward pass of an update gathers them.
     def forwards(passes, updates):
         gathers = updates if kept.reshard is False else passes
         return [(gathers, forward, gather), (passes - gathers, forward, 0)]
@@ -532,18 +541,18 @@ def _passes(case, name, kept, prompt, response):
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
-    """Returns phase -> estimated seconds in a step. "step" is their sum. "only network" is the part of
-    "step" during which no rank computes. case.gpu must have speeds.
+    """Returns a dict: phase -> estimated seconds in a step of the run. The item "step" is the sum of all
+    phases. "only network" is the part of this sum during which no rank computes. case.gpu must have speeds.
 
     prompt, response: mean lengths in tokens"""
     cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
     flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    # A decode step reads the weights and the KV cache once. It takes the time for reading or the time for
-    # computing, whichever is longer.
+    # To decode one token of each response in a batch, an engine reads the weights and the KV cache once. This
+    # costs the time for reading or the time for computing, whichever is longer.
     batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
     read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
     decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
-    longest = cfg.max_response_len * case.engine_weights / hbm
+    longest = cfg.max_response_len * case.engine_weights / hbm  # for the longest response alone
     rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
     parts = {phase: [(1, 0, _network(case, n)) for n in sends.values()]
              for phase, sends in traffic(case).items() if phase not in case.models}
@@ -588,7 +597,7 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text. If no flags do, returns the advice to use a smaller
+    """Returns flags that make the case fit, as text. If no flags help, returns the advice to use a smaller
     model or other devices. No flag changes the algorithm, and the flags in `free` cost only speed.
 
     Tries single flags, then all flags in `free` together, then all flags in `free` with one more flag. If

@@ -21,7 +21,7 @@ from configs import explained, read_json, read_jsonl, require, run_command, shor
 from log import NAN, read_metrics
 from tools.plan import as_text
 
-# A metric that is 0 in the whole run has no logarithm, and its panel stays empty.
+# A metric that is 0 in the whole run has no logarithm. Its panel stays empty. Hide matplotlib's warning.
 warnings.filterwarnings("ignore", "Data has no positive values")
 
 
@@ -30,16 +30,16 @@ def _keys_of(rows, pattern):
 
 
 def _values(runs, key):
-    """Returns the steps at which any run has a value of the metric `key`, and the array (runs, steps) of the
-    values. NaN: a run has no value."""
+    """Returns the steps at which any run has a value of the metric `key`, and the values as an array
+    of shape (runs, steps). Where a run has no value, the array has NaN."""
     curves = [{row["step"]: row[key] for row in rows if key in row} for rows in runs]
     steps = sorted(set(chain(*curves)))
     return steps, np.array([[curve.get(step, NAN) for step in steps] for curve in curves])
 
 
 def _flags(run):
-    """Returns what config.json says of a run: its packages, code, data and models, and its flags except
-    `seed` and `out`. {} if there is no config.json."""
+    """Returns the content of a run's config.json as a dict: its packages, code, data and models, and its
+    flags except `seed` and `out`. The dict is empty if there is no config.json."""
     config = read_json(run / "config.json")
     config |= config.pop("versions", {})
     return {f"--{name.lstrip('-')}": str(value) for name, value in config.items()
@@ -47,7 +47,8 @@ def _flags(run):
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
-    """Groups runs by recipe. The config.json files of one recipe's runs differ only in `seed` and `out`."""
+    """Returns a list with the runs of each recipe. The config.json files of one recipe's runs differ only in
+    `seed` and `out`."""
     groups = {}
     for run in dict.fromkeys(runs):
         groups.setdefault(str(_flags(run) or run), []).append(run)
@@ -125,8 +126,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
 
 def facts(runs: Sequence[Path]) -> dict[str, str]:
-    """Returns the summary of a recipe's runs, name -> text. Values are means over the runs. ± is the standard
-    error over the runs, or, for a single run, over its problems."""
+    """Returns the summary of a recipe's runs as a dict: name -> text. Values are means over the runs. ± is
+    the standard error over the runs, or, for a single run, over its problems."""
     data, configs = [read_metrics(run) for run in runs], [read_json(run / "config.json") for run in runs]
     config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
     times = np.nanmean(_values(data, "time/step")[1], 0)
@@ -200,7 +201,7 @@ pre { background: #f4f4f4; overflow: auto }
 article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SHOWN = 8  # the page shows at most so many wrong and so many right responses of a step
+SHOWN = 8  # largest number of wrong responses, and of right responses, that the page shows of a step
 
 
 def _table(rows):
@@ -213,7 +214,8 @@ def _fold(title, html):
 
 
 def _files(run, kind):
-    """Returns the files of responses of the steps in metrics.jsonl. An earlier run may have left others."""
+    """Returns the files of responses (kind: samples or eval) of the steps in metrics.jsonl. Files of other
+    steps, which an earlier run may have left, are not returned."""
     files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)
              if kind != "eval" or any("eval/" in name for name in row)]
     return list(filter(Path.is_file, files))
@@ -243,7 +245,7 @@ def _card(row):
 
 
 def write_report(run: Path) -> None:
-    """Write plot.png and report.html into the folder of a run. Raises OSError."""
+    """Write plot.png and report.html into the folder of a run. Raises OSError if this fails."""
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl")]
@@ -268,8 +270,8 @@ def report_on(runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None) ->
     draw their curves in one picture, and print their summaries side by side.
 
     Args:
-        runs: folders of runs: train.py's --out; none: the current folder
-        out: picture of the runs (of several: compare.png)"""
+        runs: folders of runs (train.py's --out); if none is given, the current folder
+        out: file for the picture of the runs; for several runs, the default is compare.png"""
     for run in runs:
         require(bool(read_metrics(run)), f"no metrics in {run / 'metrics.jsonl'}",
                 "the folder of a run that has logged a step (train.py's --out)")

@@ -68,7 +68,7 @@ class Task(NamedTuple):
 def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45.
 
-    said: total of a column -> the number to write for it (bench/tasks.py writes wrong ones on purpose)"""
+    said: total of a column -> the number to write for it (bench/tasks.py writes wrong numbers on purpose)"""
     columns, carry = [], 0
     while a or b:
         terms = [1] * carry + [a % 10, b % 10]
@@ -78,7 +78,7 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
 
 
 def guess(answer: int, rng: random.Random) -> int:
-    """Returns a random number of at least 0 that differs from the answer by at most OFF."""
+    """Returns a random number of at least 0 that differs from the answer by at most OFF. It may be right."""
     return max(0, answer + rng.randint(-OFF, OFF))
 
 
@@ -111,7 +111,7 @@ SUMS = Task("sums", all_pairs, sum_text, sum_row)
 
 
 def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
-    """Build the demo's base model and problems in a folder, if it has none. Returns the absolute path.
+    """Build the demo's base model and problems in a folder, unless they are there. Returns the absolute path.
 
     Args:
         out: the folder to write
