@@ -28,16 +28,19 @@ What counts as equal:
 - If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
   `28 halved` does not.
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
-- The order counts in tuples, not in lists and sets. `\{2,2,3\}` equals `\{2,3\}`.
+- The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
+  `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
 - `x=5` equals `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
-- A condition such as `k\in\mathbb{Z}` is ignored.
+- A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
+  `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
 - In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
 - After `\approx`, an answer that is no integer may add a number that is right within one percent:
-  `\frac56\approx0.83`.
+  `\frac56\approx0.83`. A gold answer with a decimal point may equal this number: `\frac56\approx0.83` also
+  equals 0.83.
 """
 
 import re
@@ -59,7 +62,7 @@ KINDS = ("math", "choice", "exact")
 STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
           ("ℝ", r"\\mathbb{R}")]
 CHARACTERS = str.maketrans({
-    **dict(zip("−–‐×·⋅÷⁄’~", "---***//' ", strict=True)),
+    **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
     **dict(zip("π∞±≤≥≠∪∩∈∅θαβ", re.findall(
         r"\S+ ", r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta "), strict=True)),
     **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
@@ -202,7 +205,8 @@ PAIRS = r"""
     \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge \neq \ne \bar \overline \dot
     \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
     \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
-    or ; and , to "to" percent \% percents \% infinity \infty
+    \varphi \phi \dots \ldots \cdots \ldots
+    or ; and , to "to" percent \% percents \% infinity \infty tg \tan ctg \cot arctg \arctan
     mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
 SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
@@ -267,7 +271,7 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
     (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
     (r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))", r"\1=\2,"),  # x=y=2
-    (r"C_\{(\w+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
+    (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
     (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
     (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
     (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
@@ -276,13 +280,14 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
     (r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$", r"\1,\2"),  # {2k | k in Z}
     (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
+    (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
     (r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
-     r" ?[a-z](?:,[a-z])*"
+     r" ?[a-zC](?:,[a-z])*"
      r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
      r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
     # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
     # because it is a part of the answer.
-    (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])-?[\w.]+\)?$',
+    (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
      lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$",
                                  m.string[:m.start()]) else ""),
     (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
@@ -298,7 +303,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
-     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing)\b)'
+     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|but|except|divisible|'
+     r'exceeds|up)\b)'
      r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
      r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),
@@ -391,13 +397,15 @@ PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Reading has the kind "text" instead of "quantity". So `10 dozen` does not equal 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
-    base ten score gross dozen lakh crore hundred thousand""".split())
+    base ten score gross dozen lakh crore hundred thousand basis negative off short greater maybe perhaps
+    otherwise modulo after""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b")
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, a noun may be singular (`1 pizza`), so ONE replaces MANY.
-MANY, ONE = re.compile("[a-z]{2,}s|people|children|w?o?men"), re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
+MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
+ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
@@ -411,9 +419,9 @@ VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split
 BASES = {word: str(i) for i, word in enumerate(
     "two three four five six seven eight nine ten eleven twelve".split(), 2)}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
     |(?!not)[A-Za-z]{1,4}
-    |"[^"]*")
+    |"(?!half|twice|not)[^"]*")
     (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
     (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
   | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
@@ -716,7 +724,7 @@ OPERATIONS = [re.compile(pattern) for pattern in (
 )]
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
 # turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
-RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d|\(\d[^-+()]*\))?"
+RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d(?!\d*\^)|\(\d[^-+()]*\))?"
                    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-")
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
@@ -761,36 +769,52 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
         return answer == gold
     if chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer:  # `(A) 15` equals A
         return True
-    return _same(read(normalise(answer)), read(normalise(gold)), prove)
+    same = _same(read(normalise(answer)), read(normalise(gold)), prove)
+    ours, theirs = (PARAMETER.search(text) for text in (answer, gold))
+    if same is False and ours and theirs and ours[1] != theirs[1]:
+        renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
+        return quick_grade(renamed, gold, kind, prove)
+    return same
 
 
+# Finds the parameter n of 2\pi n, n\in\mathbb{Z}. It may have another letter in the gold answer.
+PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
+SIDE = re.compile(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])")  # between sides; also the number of (1) x=2
+ORDERED = re.compile(r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
+                     r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b")
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
     r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
     such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
-    such a formula. A formula that is the gold answer, or an equation with the gold answer on one side, does
-    not count."""
-    known, right = set(), _bag(normalise(gold).rpartition("=")[2])
+    such a formula. A formula that is the gold answer or one of its elements, or that has it on one side, does
+    not count. Also if the answer is the gold list in another order, and the problem asks for an order."""
+    parts, golds = (re.split("[;,]", normalise(text).partition(r"\approx")[0]) for text in (answer, gold))
+    if parts != golds and sorted(parts) == sorted(golds) and ORDERED.search(problem):
+        return True
+    known, right = set(), {_bag(part.rpartition("=")[2]) for part in golds}
     for formula in map(normalise, FORMULA.split(problem)):
-        sides = {_bag(side) for side in (formula, *re.split(r"=|\\in(?![a-z])", formula))}
-        if right not in sides:
+        sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
+        if not right & sides:
             known |= sides
     return all(any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
                    for value in (part, part.rpartition("=")[2]))
-               for part in re.split("[;,]", normalise(answer).partition(r"\approx")[0]))
+               for part in parts)
 
 
 def _bag(text):
     """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
     words, brackets, + and *. In an equation, only the sides and their terms are sorted, not the
     characters. A text that is one number is not sorted."""
-    text = re.sub(r'"[^"]*"| |(?<![\w.])1\*|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)', "", text)
+    text = re.sub(r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
+                  r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)", "", text)
     if "=" in text:
         return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))
-    return text if _number(text) else "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text)))
+    if _number(text):
+        return text
+    return "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text.replace(r"\frac", "/"))))
 
 
 def _letter(text):
@@ -878,7 +902,8 @@ def _same_chain(answer, gold, prove):
     if answer.kind != "chain":
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
-    same = _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
+    same = rounds or _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text

@@ -300,7 +300,7 @@ $(4,1)$, $(1,4)$ ~ (1,4),(4,1) ~~ (1,4)
 (1,2)\cup(3,4) ~ 3<x<4\lor1<x<2 ~~ (1,4)\cup(3,2) ~ 1<x<4\lor3<x<2
 \frac{\sqrt3}{2} ~ \sqrt\frac34 ~ \sqrt{\tfrac34} ~~ \sqrt\frac32
 \arctan\frac12 ~ \operatorname{arctan}\frac12 ~ arctan(1/2) ~~ \operatorname{arcsin}\frac12
-x^2+C ~ x^2+c ~ x^{2}+K ~~ X^2+C ~ x^2+1
+x^2+C ~ x^2+c ~ x^{2}+K ~ x^2+C,C\in\mathbb{R} ~~ X^2+C ~ x^2+1
 [0,1)\cup(2,3] ~ [0,1[\cup]2,3] ~~ ]0,1]\cup]2,3]
 2\pi x^{-12} ~ 2𝜋x⁻¹² ~ ２πx^{-12} ~~ 2𝜋x¹²
 \frac{\sqrt3}{4} ~ \sqrt3/4 ~ 0.25\sqrt3 ~~ \frac12\cdot\frac{\sqrt3}{2} ~ \frac{\sqrt{15}}{4\sqrt5}\cdot1
@@ -362,6 +362,15 @@ e^5 ~ e^{5} ~ e^5\approx148.4 ~~ e^5\approx150.9 ~ e^2e^3 ~ \frac{e^7}{e^2}
 \begin{cases}x=1\\y=2\end{cases} ~ x=1,y=2 ~ (1,2) ~~ (2,1) ~ x=2,y=1
 A(1,2) ~ (1,2) ~ A=(1,2) ~~ (2,1) ~ B(1,2)
 AC=5 ~ 5 ~ A C=5 ~~ AB=5
+k\pi,k\in\mathbb{Z} ~ n\pi,\ n\in\mathbb Z ~ k\pi ~~ 2n\pi,n\in\mathbb{Z}
+2^n,n\in\mathbb{N} ~ 2^n ~ 2^k,k\in\mathbb{N} ~~ 2^k,n\in\mathbb{N}
+15.56 ~ 11\sqrt2\approx15.56 ~~ 11\sqrt2 ~ 11\sqrt2\approx15.6 ~ 12\sqrt2\approx15.56
+x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
+\operatorname{tg}2+\operatorname{ctg}\varphi ~ \tan2+\cot\phi ~~ \tan2+\tan\phi
+3\cdot2^{n-1} ~ \frac32\cdot2^n ~~ \frac32\cdot2^{n-1}
+\frac{x+1}{x-1} ~ \frac{x+1}{x-1},x\ne\pm1 ~~ \frac{x+1}{x-2}
+42 ~ 42\text{ sheep} ~~ 42\text{ perhaps} ~ \sqrt x=42 ~ \text{twice }x=42
+\frac{n(n+1)}{2} ~ C_{n+1}^2 ~~ C_{n}^2
 2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
 """)
 
@@ -383,6 +392,12 @@ Is $y=x^2+2x$ true? ~ (x+1)^2=y+1 ~ (1+x)^2=1+y ~~ y=x^2+2x ~ 2x+x^2=y
 The line $y-2x+1=0$ ~ y=2x+1 ~ 2x-y+1=0
 For $x\in\mathbb{R}$ or $-5$. ~ \mathbb{R} ~ x\in\mathbb{R}
 For $x\in\mathbb{R}$ or $-5$. ~ -5.0 ~ -5
+Simplify $(1)\ \sqrt{12}$, $a=\sqrt{12}, b=2$ ~ 2\sqrt3 ~ 2\sqrt3 ~~ \sqrt{12} ~ 1\sqrt{12} ~ \sqrt[2]{12}
+Simplify \[\frac{x^2-9}{x-3}\] ~ x+3 ~ 3+x ~~ (x^2-9)/(x-3) ~ \frac{x^2-9}{x-3}
+Is it (A) $\frac12$ or (B) $\frac13$? ~ A ~ (A) \frac12 ~ A
+Which of $\sqrt2$, $\sqrt4$, $\sqrt7$ are irrational? ~ \sqrt2,\sqrt7 ~ \sqrt7,\sqrt2
+Sort $2$, $-1$, $0.5$ in increasing order ~ -1,0.5,2 ~ -1,0.5,2 ~~ 2,-1,0.5
+From least to greatest: $b$, $a$ ~ a,b ~ a,b ~~ b,a
 """):
         both = [answer for answer in own + copied if answer]
         assert all(grade(answer, gold) for answer in both)
