@@ -380,13 +380,16 @@ def skew(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
 
 
 def stale(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
-    """Kills the run. Adds another machine's old lock, an unfinished save, and a copy of a checkpoint. The
-    next command must take over the lock, remove the unfinished save, and keep the copy."""
+    """Kills the run. Adds another machine's old lock. If the run has begun, also adds an unfinished save, and
+    a copy of a checkpoint. The next command must take over the lock, remove the unfinished save, and keep the
+    copy."""
     nodes.kill_all()
     lock, ckpt = nodes.out / "lock", nodes.out / "ckpt"
-    (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
     lock.write_text(json.dumps({"host": "gone", "pid": 1, "start": "1", "id": "x"}))
     os.utime(lock, (0, 0))
+    if not (nodes.out / "config.json").exists():  # before it, no save can have begun
+        return True
+    (ckpt / ".step_000004.0123456789abcdef.part").mkdir(parents=True)
     nodes.copy = ckpt / "step_000002_copy"
     if nodes.had:
         shutil.copytree(checkpoint(nodes.out), nodes.copy)
@@ -463,9 +466,6 @@ def files(out: Path) -> set[str]:
     return {p.relative_to(out).as_posix() for pattern in patterns for p in out.glob(pattern)}
 
 
-# An error of TensorBoard's thread. `faults_of` ignores it after a disk fault (DISK), because log.Logger then
-# replaces the writer whose thread failed.
-OF_TENSORBOARD = re.compile(r"Exception in thread .*?/tensorboard/.*?^OSError.*?$", re.M | re.S)
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
 OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): .*"
@@ -484,9 +484,11 @@ def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
     refused = [line for line in lines if not line.startswith("!!")]
     if nodes.hung or any(codes):
         wrong.append("it hung" if nodes.hung else f"exit {codes} after {nodes.typed} commands")
-    errors = set(ERROR.findall(OF_TENSORBOARD.sub("", text) if fault in DISK else text))
-    wrong += [f"error: {e[:200]}" for e in errors if not OF_TORCHRUN.search(e)
-              and not (fault in LOSES_A_RANK and OF_A_LOST_RANK.search(e))]
+    # After a disk fault, a thread of TensorBoard prints its error, which may have the run's own error (a line
+    # of `refused`) as its context. log.Logger then replaces the writer whose thread failed.
+    wrong += [f"error: {e[:200]}" for e in set(ERROR.findall(text)) if not OF_TORCHRUN.search(e)
+              and not (fault in LOSES_A_RANK and OF_A_LOST_RANK.search(e))
+              and not (fault in DISK and ("/tb/events.out." in e or e.endswith(tuple(refused))))]
     if nodes.expected and not (len(refused) == 1 and re.search(nodes.expected, refused[0])):
         wrong.append(f"not the one line that names {nodes.expected}")
     if not nodes.expected and lines and fault not in DISK:
