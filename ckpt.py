@@ -316,7 +316,7 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
     found = complete(out)
     best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
     if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
-        best = link.with_name(os.readlink(link))
+        best = link.with_name(Path(os.readlink(link)).name)
     old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
     errors = {f"the old checkpoint {p} can't be removed": _attempt(_remove, p)[0] for p in old}
     if best:
@@ -439,7 +439,7 @@ def named(name: str) -> Path:
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
     of_run = path.parent / "ckpt"
-    places = [path, of_run / path.name, of_run / f"step_{path.name:0>6}", *complete(path)[-1:]]
+    places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
     found = next((p for p in places if read_mark(p)), None)
     there = ", ".join(p.name for p in complete(path.parent))
     require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
@@ -547,9 +547,10 @@ def check_export_path(out: Path) -> None:
     earlier export. The new export replaces the earlier one."""
     if os.path.lexists(out):
         ours = out.is_dir() and not out.is_symlink()
-        files = read_json(out / MARKER).get("files", ())
-        more = [path.name for path in out.glob("*") if path.name not in files]
-        require(ours and not more, f"{out} exists, and an export would replace {', '.join(more) or 'it'}",
+        files = read_json(out / MARKER).get("files", {})
+        others = [path.name for path in out.rglob("*") if path.is_file() and path.name != MARKER
+                  and files.get(path.name) != _describe(path)[path.name]]
+        require(ours and not others, f"{out} exists, and an export would replace {', '.join(others) or 'it'}",
                 "a new path, an empty folder, or an earlier export without other files")
 
 
@@ -593,8 +594,9 @@ def _write_export(out, state, model, tokenizer, source, facts):
         (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
     for file in Path(source).glob("generation_config.json"):
         shutil.copy(file, temp)
-    facts = facts | {"files": [MARKER, *os.listdir(temp)]}
-    (temp / MARKER).write_text(json.dumps(facts, indent=1))
+    files = _describe(*filter(Path.is_file, temp.rglob("*")))
+    (temp / MARKER).write_text(json.dumps(facts | {"files": files}, indent=1))
+    _sync(*temp.rglob("*"), temp)
     if out.exists():
         out.rename(old)  # `export_hf` then deletes the earlier export
     temp.rename(out)  # fails if `out` exists and is not an empty folder

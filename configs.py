@@ -165,7 +165,6 @@ class Config:
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
     critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
     ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
-    data_weights: tuple[Positive, ...] = ()  # how often each file's problems come in an epoch; empty: once
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
     date: str = ""  # date YYYY-MM-DD that a chat template prints; empty: day of the first start
@@ -281,11 +280,10 @@ class Config:
                 "names another", "only one of them")
         require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
                 f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
-        for name, files, default in (("data_weights", self.data, 0), ("eval_samples", self.eval_data, 1),
-                                     ("eval_temperature", self.eval_data, 1)):
-            given = len(getattr(self, name))
-            require(given in (default, len(files)), f"--{name} has {given} values for {len(files)} files",
-                    f"{default or 'no'} value, or one for each file")
+        for name in ("eval_samples", "eval_temperature"):
+            given, files = len(getattr(self, name)), len(self.eval_data)
+            require(given in (1, files), f"--{name} has {given} values for {files} files",
+                    "1 value, or one for each file")
 
     def _check_batch(self):
         require(self.max_response_len < self.model_len, f"--max_model_len {self.max_model_len} is too small "
@@ -535,7 +533,7 @@ CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most th
 # ckpt.resume accepts another path, but refuses other content, such as other problems, another model config
 # or another tokenizer (guard.start.read_facts).
 MAY_CHANGE = set("""
-    out resume model data data_weights template system_prompt steps epochs total_episodes eval_data eval_every
+    out resume model data template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device shard_ranks network deterministic recompute offload pack_len selfcheck go
@@ -733,8 +731,11 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Skips names on the Hugging Face Hub, and
-    checks nothing in a run on several machines: later checks cover both."""
+    """Raises UserError if a package of --track, --model or a data file does not exist. Skips names on the
+    Hugging Face Hub. On several machines, checks no model and no data. Later checks cover both cases."""
+    for name in cfg.track:
+        require(importlib.util.find_spec(name) is not None, f"--track {name}, but {name} is not installed",
+                f"pip install {name}")
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if not from_hub(cfg.model):
@@ -753,12 +754,6 @@ def set_allocator() -> None:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = (
             "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
-
-
-def check_trackers(cfg: Config) -> None:
-    for name in cfg.track:
-        require(importlib.util.find_spec(name) is not None, f"--track {name}, but {name} is not installed",
-                f"pip install {name}")
 
 
 def check_model(path: str) -> None:
@@ -842,11 +837,11 @@ def replace_text(path: Path, text: str) -> None:
 DATA_FILES = (".json", ".jsonl", ".parquet")
 
 
-def read_json(file: Path) -> Any:
-    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the content is not
-    JSON."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the content is not a
+    JSON object."""
     with explained(f"{file} can't be read", "an intact copy of it"):
-        return json.loads(file.read_bytes()) if file.is_file() else {}
+        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
 
 
 def read_jsonl(path: Path) -> list[Any]:

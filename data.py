@@ -17,7 +17,6 @@ import json
 import math
 import os
 import signal
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -62,7 +61,6 @@ class Problem:
     ids: tuple[int, ...]  # tokens of the prompt, with the template
     answer: str
     kind: str = "math"  # how answers are compared: math, choice or exact
-    weight: float = 1.0  # how often the problem comes in an epoch
     dataset: str = ""  # name of the row's data set (see --extractor and --reward)
     file: str = ""
     row: int = 0
@@ -198,12 +196,10 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     keep_fields: whether to set Problem.fields"""
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
-    # Only the training files (cfg.data) have weights, the evaluation sets have none.
-    weights = cfg.data_weights if cfg.data_weights and tuple(paths) == cfg.data else (1.0,) * len(paths)
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     problems, too_long, seen, repeated = [], [], set(), 0
-    for path, weight in zip(paths, weights, strict=True):
+    for path in paths:
         rows = list(problem_rows(path, kind_of(cfg.reward), keep_fields))
         for line in suspicious(rows):
             say(f"{path}: {line}")
@@ -216,8 +212,8 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
                 ids = tuple(encode(row.turns))
             except UserError as e:
                 raise UserError(f"{path} row {number}: {e}") from None
-            problem = Problem(row.text, ids, row.answer, row.kind, weight, row.dataset, path, number,
-                              len(problems), row.fields)
+            problem = Problem(row.text, ids, row.answer, row.kind, row.dataset, path, number, len(problems),
+                              row.fields)
             (problems if len(ids) <= limit else too_long).append(problem)
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
@@ -242,8 +238,13 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
-        text = (_fill_form(form, turns, template) if form
-                else _fill_chat_template(tokenizer, turns, system_prompt))
+        if form:
+            earlier = [role for role, content in turns[:-1] if content.strip()]
+            require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
+                                 f"which --template {template} can't show", "--template chat")
+            text = form.replace("{problem}", turns[-1][1])
+        else:
+            text = _fill_chat_template(tokenizer, turns, system_prompt)
         ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
@@ -266,13 +267,6 @@ def prompt_form(template: str) -> str:
         form = Path(template).read_text(encoding="utf-8-sig")
     require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
     return form
-
-
-def _fill_form(form, turns, template):
-    earlier = [role for role, content in turns[:-1] if content.strip()]
-    require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
-                         f"which --template {template} can't show", "--template chat")
-    return form.replace("{problem}", turns[-1][1])
 
 
 def _stop_template(*_):
@@ -318,7 +312,7 @@ def fix_date(tokenizer: Any, day: str) -> str:
     return day
 
 
-DIRECTIVES = "a A b B c d e F D H I j m M p R S T U w W x X y Y -d -m -H -I".split()  # strftime's codes
+DIRECTIVES = "a A b B c d e F D h H I j m M p R S T u U V w W x X y Y Z -d -e -m -y -H -I %".split()
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
@@ -348,10 +342,8 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    # With a fractional weight, prompts are drawn from each file separately, so the hash depends on the files.
-    files = list(dict.fromkeys(p.file for p in problems if p.weight % 1))
-    every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.weight, p.dataset)}{p.fields}"
-                        f"{files.index(p.file) if p.weight % 1 else ''}".encode()) for p in problems]
+    every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.dataset)}{p.fields}".encode())
+             for p in problems]
     return short_hash("".join(every).encode())
 
 
@@ -364,8 +356,8 @@ NONE: Solved = {}
 def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
     Random problems replace solved problems."""
-    numbers, groups, n = numbers_at(step, cfg), _groups(problems), epoch_len(problems)
-    shuffled = {epoch: _epoch(groups, cfg.seed, epoch)[1] for epoch in {i // n for i in numbers}}
+    numbers, n = numbers_at(step, cfg), len(problems)
+    shuffled = {epoch: _order(n, cfg.seed, epoch) for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
     return [others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
             for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)]
@@ -391,41 +383,16 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
     Round 0 replaces solved problems. Rounds 1, 2, … replace prompts whose responses all have the same
     reward."""
     rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
-    drawn = _epoch(_groups(problems), cfg.seed, step * count // epoch_len(problems))[0]
-    left = [i for i in drawn if solved.get(i, math.inf) > step]
-    drawn = left if len(left) >= count else drawn
-    return [problems[drawn[i]] for i in rng.choice(len(drawn), count, replace=len(drawn) < count)]
+    left = [p for i, p in enumerate(problems) if solved.get(i, math.inf) > step]
+    left = left if len(left) >= count else problems
+    return [left[i] for i in rng.choice(len(left), count, replace=len(left) < count)]
 
 
-def epoch_len(problems: Sequence[Problem]) -> int:
-    return sum(count for count, _ in _groups(problems))
-
-
-_stored: dict[str, Any] = {}  # cache of _groups
-
-
-def _groups(problems):
-    """Returns (count, indices) for each group of problems: an epoch draws `count` prompts from the group.
-
-    Problems with the same integer weight form one group. A file with a fractional weight forms its own group,
-    so its share of an epoch is exact. The result is cached: do not change the list `problems`."""
-    if _stored.get("problems") is not problems:
-        groups = defaultdict(list)
-        for i, p in enumerate(problems):
-            groups[p.weight, p.file if p.weight % 1 else ""].append(i)
-        _stored.update(problems=problems, groups=[(max(1, round(weight * len(indices))), np.array(indices))
-                                                  for (weight, _), indices in groups.items()])
-    return _stored["groups"]
-
-
-def _epoch(groups, seed, epoch):
-    """Returns the indices of an epoch's problems twice: ordered by group, and in random order."""
-    rng, drawn = np.random.default_rng([seed, ORDER, epoch]), []
-    for count, indices in groups:
-        whole, rest = divmod(count, len(indices))
-        drawn += [indices] * whole + [rng.permutation(indices)[:rest]]
-    drawn = np.concatenate(drawn)
-    return drawn, rng.permutation(drawn)
+def _order(n, seed, epoch):
+    """Returns the indices of `n` problems in the random order of an epoch."""
+    rng = np.random.default_rng([seed, ORDER, epoch])
+    rng.permutation(n)  # unused; without this draw, runs would have another order than in earlier versions
+    return rng.permutation(n)
 
 
 # --- trajectories

@@ -36,8 +36,6 @@ from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, r
 from data import Pack
 from dist import Device, Weights
 
-ShardFn = Callable[[nn.Module], nn.Module]  # shards a model in place and returns it
-
 # --- families
 
 # The supported model types. docs/models.md says why others are refused.
@@ -490,16 +488,16 @@ def load_config(path: str) -> PreTrainedConfig:
 
 def folder_fingerprint(path: str) -> str:
     """Returns a hash that shows whether a model folder has changed. To save time, it covers only the name,
-    the size and about 64 blocks of 4 KiB of each config, tokenizer and weights file."""
-    blocks = []
-    for file in sorted(Path(path).iterdir()):
-        if file.suffix in (".json", ".jinja", ".model", ".txt", ".safetensors"):
+    the size and about 64 blocks of 4 KiB of each config, tokenizer and weights file. Raises UserError if a
+    file can't be read, such as a link without its target."""
+    kinds, blocks = (".json", ".jinja", ".model", ".txt", ".safetensors"), []
+    for file in sorted(file for file in Path(path).iterdir() if file.suffix in kinds):
+        with explained(f"{file} can't be read", "an intact copy of the model", OSError), file.open("rb") as f:
             size = file.stat().st_size
             blocks.append(f"{file.name} {size} ".encode())
-            with file.open("rb") as f:
-                for at in range(0, size, max(size // 64, 4096)):
-                    f.seek(at)
-                    blocks.append(f.read(4096))
+            for at in range(0, size, max(size // 64, 4096)):
+                f.seek(at)
+                blocks.append(f.read(4096))
     return short_hash(b"".join(blocks))
 
 
@@ -525,16 +523,17 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def load_policy(path: str, device: Device = "cpu",
-                shard_fn: ShardFn = lambda model: model) -> Policy:
+                shard_fn: Callable = lambda model: model) -> Policy:
     """Returns the causal language model of the folder `path` in fp32. Raises UserError if torz does not
     support the model, or if the files do not fit config.json.
 
-    shard_fn: shards the model before memory is allocated, so that each rank reads only its own shards"""
+    shard_fn: takes the model before memory is allocated, and returns it sharded, so that each rank reads
+        only its own shards"""
     return _load(Policy, path, device, shard_fn)
 
 
 def load_critic(path: str, device: Device = "cpu",
-                shard_fn: ShardFn = lambda model: model, seed: int = 0) -> Critic:
+                shard_fn: Callable = lambda model: model, seed: int = 0) -> Critic:
     """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
     If the folder has no critic head, the head's weights are random, drawn with `seed`: normal with standard

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from configs import nearest, require, run_command
 from grading.answers import KINDS, readers
 from grading.rows import as_json, read_rows
-from grading.worker import LARGEST, REASONS, SPEC, Grade, Grader, Reply  # noqa: F401  others import them
+from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
 

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -517,8 +518,9 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
+        key = zlib.crc32(name.encode())  # not `i`: an added evaluation set changes no response of the others
         samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
-                             cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, i), step,
+                             cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, key), step,
                              progress, top_p=cfg.eval_top_p)
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)

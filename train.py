@@ -30,7 +30,6 @@ from configs import (
     Say,
     UserError,
     check_paths,
-    check_trackers,
     parse,
     printable,
     require,
@@ -43,7 +42,6 @@ from configs import (
 if __name__ == "__main__":  # before the slow `import torch`: --help and wrong flags get a quick answer
     with user_errors("train.py"):
         CONFIG = parse()
-        check_trackers(CONFIG)
         check_paths(CONFIG)
     set_allocator()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # no traceback if ctrl-C comes during the start
@@ -69,7 +67,6 @@ from data import (
     Solved,
     assign,
     batch_at,
-    epoch_len,
     group_by_prompt,
     load_problems,
     numbers_at,
@@ -249,7 +246,8 @@ def stop(run: Run, step: int) -> bool:
 
 def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic to export/."""
-    stop(run, run.cfg.steps)
+    for _ in range(2):  # if the first save fails, the second one succeeds or raises UserError
+        stop(run, run.cfg.steps)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         saved, source = run.saver.facts, ckpt.source_of(role.name, vars(run.cfg))
@@ -271,18 +269,19 @@ def prepare(cfg: Config) -> Run:
     cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model),
                   ref_model=resolve(cfg.ref_model))
     plan.check_ranks(cfg, world.size)
-    out, lock = preflight(cfg, world.main)
+    lock = FolderLock(Path(cfg.out).absolute() / "lock")
     try:
-        return load(cfg, world, out, lock)
+        preflight(cfg, lock, world.main)
+        return load(cfg, world, lock)
     except UserError:  # a notebook process lives on, so release the lock
         lock.release()
         raise
 
 
-def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
-    """Load the run of the folder `out`, and check it. If the folder has checkpoints, the run continues from
+def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
+    """Load the run of the lock's folder, and check it. If the folder has checkpoints, the run continues from
     the newest. If a check fails, all ranks raise the same UserError."""
-    say = show if world.main else lambda text: None
+    out, say = lock.file.parent, show if world.main else lambda text: None
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
@@ -302,8 +301,8 @@ def load(cfg: Config, world: dist.World, out: Path, lock: FolderLock) -> Run:
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
     noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from")
     check_same("reads", read | noted, "the same files on every machine")
-    cfg = with_shards(cfg.with_steps(epoch_len(problems)), world, saved)
-    planned = check_fit(cfg, world, epoch_len(problems), say)
+    cfg = with_shards(cfg.with_steps(len(problems)), world, saved)
+    planned = check_fit(cfg, world, len(problems), say)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
     check_gold("--data", problems, grader, cfg, world, say)
     for name, part in held_out.items():
@@ -388,7 +387,7 @@ def resident(role: Role, world: dist.World):
 def refresh_ref(run: Run, step: int) -> None:
     """Copy the policy's weights to the reference model if an epoch (one pass over the prompts) ends in this
     step."""
-    n, per_step = epoch_len(run.problems), run.cfg.prompts_per_step
+    n, per_step = len(run.problems), run.cfg.prompts_per_step
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)

@@ -254,7 +254,8 @@ def user_files(spec: str) -> dict[str, str]:
     # torch.classes have an attribute __file__ that names no file.
     files = {name: file for name, module in sorted(modules.items())
              if (file := getattr(module, "__dict__", {}).get("__file__"))
-             and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE}
+             and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE
+             and name not in ("sitecustomize", "usercustomize")}  # Python imports them at its start
     files[f":{function}"] = path
     return {key: short_hash(Path(file).read_bytes()) for key, file in files.items()}
 

@@ -36,7 +36,8 @@ class FolderLock:
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            owner = self.owner()
+            text, owner = self.file.read_text() if self.file.is_file() else "", self.owner()
+            require('{"host":'.startswith(text[:8]), f"{self.file} is no lock of torz", "another --out")
             require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
                     f"{owner.get('host')}", "the end of that run, or another --out")
             if self.owner() == owner:  # no other run has taken over the lock meanwhile

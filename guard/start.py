@@ -50,25 +50,15 @@ from tools import plan
 # --- the machines
 
 
-def preflight(cfg: Config, main: bool) -> tuple[Path, FolderLock]:
-    """Returns the run's folder as an absolute path, and its lock, which rank 0 (`main`) holds.
+def preflight(cfg: Config, lock: FolderLock, main: bool) -> None:
+    """Let rank 0 (`main`) make the run's folder and take its lock.
 
-    Raises UserError if ranks differ in code, packages or settings, if the folder is in use or not writable,
-    or for an unsupported model."""
-    folder = Path(cfg.out).absolute()
-    lock = FolderLock(folder / "lock")
-    try:
-        check_same("runs", ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())},
-                   "the same code, packages and command line on every machine")
-        dist.together(lambda: claim_folder(cfg, lock) if main else None)
-        owner = dist.gather(lock.mine)[0]
-        dist.together(check_shared, folder, owner)
-        # The result is unused: an unsupported model must raise UserError before the tokenizer is read.
-        dist.together(model_shapes, cfg)
-    except UserError:
-        lock.release()
-        raise
-    return folder, lock
+    Raises UserError if ranks differ in code, packages or settings, or if the folder is in use or not
+    writable."""
+    check_same("runs", ckpt.VERSIONS | {"config": short_hash(repr(cfg).encode())},
+               "the same code, packages and command line on every machine")
+    dist.together(lambda: claim_folder(cfg, lock) if main else None)
+    dist.together(check_shared, lock, dist.gather(lock.mine)[0])
 
 
 def claim_folder(cfg: Config, lock: FolderLock) -> None:
@@ -111,11 +101,11 @@ def is_run(folder: Path) -> bool:
     return bool(ckpt.complete(folder))
 
 
-def check_shared(folder: Path, owner: Mapping[str, Any]) -> None:
-    """Raises UserError if this rank can't write to the folder, or if rank 0 has another folder at this path.
-    owner: content of rank 0's lock."""
-    needed = "--out on a file system that all ranks share"
-    require(FolderLock(folder / "lock").owner() == owner,
+def check_shared(lock: FolderLock, owner: Mapping[str, Any]) -> None:
+    """Raises UserError if this rank can't write to the lock's folder, or if rank 0 has another folder at this
+    path. owner: content of rank 0's lock."""
+    folder, needed = lock.file.parent, "--out on a file system that all ranks share"
+    require(lock.owner() == owner,
             f"on this host, {folder} is another folder than on rank 0's host "
             f"{owner['host']}", needed)
     with explained(f"can't write to {folder}", needed, OSError):

@@ -27,14 +27,18 @@ def watch(limit: float) -> None:
     def look():
         while not ended.wait(every) and td.is_initialized():
             try:
-                who = stalled_rank(store, limit)
+                if time.perf_counter() - CURRENT.began > limit:  # tell the other ranks
+                    this = f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}"
+                    store.set("stalled", this)
+                elif not store.check(["stalled"]):
+                    continue
+                who = store.get("stalled").decode()
             except (RuntimeError, ValueError):  # the store is closed, because another rank has ended
                 return
-            if who:
-                print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
-                             f"this rank is in phase {CURRENT.name}; its stacks:")
-                time.sleep(3 * every)  # the other ranks need time to print their stacks
-                os._exit(1)
+            print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
+                         f"this rank is in phase {CURRENT.name}; its stacks:")
+            time.sleep(3 * every)  # the other ranks need time to print their stacks
+            os._exit(1)
 
     thread = threading.Thread(target=look, daemon=True, name="watch")
     thread.start()
@@ -45,16 +49,6 @@ def watch(limit: float) -> None:
 
     # At exit, wait for the thread. If it were killed inside the store's C++ code, the process would abort.
     atexit.register(end)
-
-
-def stalled_rank(store: td.Store, limit: float) -> str:
-    """Returns which rank has stalled, such as "rank 3 on HOST in phase rollout", or "" if no rank has. If
-    this rank has stalled, tells the other ranks through the store."""
-    if time.perf_counter() - CURRENT.began > limit:
-        store.set("stalled", f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}")
-    elif not store.check(["stalled"]):
-        return ""
-    return store.get("stalled").decode()
 
 
 def print_stacks(head: str) -> None:

@@ -29,8 +29,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from bench.rehearse import free_port
+from tools import tiny as tiny_model
 
 torch.set_num_threads(1)
+
+
+def taught(task: tiny_model.Task, folder: Path, count: int, batches: int, batch: int) -> str:
+    """Pretrains a model with `batches` updates of `batch` texts. It then solves half of `count` problems.
+    Returns the model's folder, in which train.jsonl and heldout.jsonl both have these problems."""
+    few = task._replace(problems=lambda rng: 2 * task.problems(rng)[:count])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(HELD_OUT=count, BATCHES=batches, BATCH=batch, WARMUP=5).items():
+            patch.setattr(tiny_model, name, value)
+        return tiny_model.build_task(few, str(folder))
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:

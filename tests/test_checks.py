@@ -173,12 +173,16 @@ def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("[1]")
     cfg = dataclasses.replace(base, out=str(tmp_path), steps=1)
     assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
-    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "{}"
+    (tmp_path / "lock").write_text("12345")
+    assert "lock is no lock of torz; needed: another --out" in run_ranks(1, ranks.main, cfg)[0]
+    (tmp_path / "lock").write_text('{"ho')  # cut by a crash
+    os.utime(tmp_path / "lock", (0, 0))
+    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "[1]"
     shutil.rmtree(tmp_path / "ckpt")
     assert "of a run whose checkpoints are gone; needed: another --out" in run_ranks(1, ranks.main, cfg)[0]
 

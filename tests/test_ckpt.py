@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import ckpt
 import data
 import dist
+import train
 from bench.tasks import chat_tokenizer
 from configs import PRESETS, UserError, changed
 from data import prompt_encoder, prompt_form
@@ -317,10 +318,11 @@ def test_a_checkpoint_has_several_names(tmp_path, monkeypatch):
     out = tmp_path / "run"
     two, four = marked(out, [2, 4])
     (out / "ckpt" / "best").symlink_to(two.name)
+    (inside,) = marked(out / "2", [1])  # a run in the folder of a run
     monkeypatch.chdir(tmp_path)
     for name, path in ((out, four), (f"{out}/4", four), (f"{out}/step_000002", two), (two, two),
                        ("run/../run", four), (f"{out}/best", two), ("run/ckpt/best", two),
-                       (f"{out}/ckpt/../2", two)):
+                       (f"{out}/ckpt/../2", inside), (f"{out}/2", inside)):
         assert ckpt.named(str(name)) == path, name
     with pytest.raises(UserError, match="no complete checkpoint; needed: one of step_000002, step_000004"):
         ckpt.named(f"{out}/3")
@@ -376,7 +378,8 @@ def copy_of(two_ranks, out):
     return out
 
 
-@pytest.mark.parametrize("where", "run run/ckpt mine link mine/thesis.tex dangling exported".split())
+@pytest.mark.parametrize("where", 
+                         "run run/ckpt mine link mine/thesis.tex dangling exported retrained".split())
 def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
     """The export is refused before it reads the checkpoint, which is damaged here."""
     run_ = copy_of(two_ranks, tmp_path / "run")
@@ -386,7 +389,10 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "dangling").symlink_to("nothing")
     shutil.copytree(two_ranks[0] / "export/policy", tmp_path / "exported")
-    (tmp_path / "exported/README.md").write_text("a model card")
+    shutil.copytree(tmp_path / "exported", tmp_path / "retrained")
+    (tmp_path / "exported/more").mkdir()
+    (tmp_path / "exported/more/README.md").write_text("a model card")
+    flip(tmp_path / "retrained/model.safetensors")
     before = tree(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path}/{where} .*; needed: a new path") as said:
         ckpt.main(["export", str(run_), "4", f"{tmp_path}/{where}"])
@@ -633,6 +639,18 @@ def exported(base, out):
     facts = {"prompt": "{problem}", "system_prompt": ""}
     return ranks.message_of(ckpt.export_hf, dist.full_weights(policy), policy, tokenizer, base.model, out,
                             facts)
+
+
+def ended(cfg) -> str:
+    run = train.prepare(cfg)
+    train.train(run)
+    (run.log.out / "ckpt").touch()  # a file in the place of the folder
+    return ranks.message_of(train.finish, run)
+
+
+def test_a_run_does_not_end_well_if_its_last_checkpoint_cannot_be_saved(base, tmp_path):
+    cfg = dataclasses.replace(base, steps=1, save_every=0, eval_every=0, out=str(tmp_path / "run"))
+    assert run_ranks(1, ended, cfg)[0].startswith("two saves in a row failed")
 
 
 @pytest.mark.parametrize("disk", ["64k"], indirect=True)

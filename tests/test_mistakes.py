@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 import dist
 import reward
-from configs import UserError, check_paths, check_trackers, parse, run_command
+from configs import UserError, check_paths, parse, run_command
 from engines import vllm_engine
 from tools import report
 from tools import tiny as tiny_model
@@ -48,7 +48,7 @@ AT_ONCE = {
     "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),
     "a home folder after =": ("tiny-ppo --model=~/none", f"no model folder '{Path.home()}/none'; needed: "),
     "a model that is not there": ("tiny-ppo --model cut/none", "no model folder 'cut/none'; needed: "),
-    "weights for other files": ("orz-7b --data a.jsonl b.jsonl --data_weights 1", "1 values for 2 files"),
+    "samples for other files": ("orz-7b --eval_data a.jsonl --eval_samples 1 2", "2 values for 1 files; ne"),
     "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 without --round_len"),
     "carry without correction": ("tiny-grpo --round_len 4 --carry 0.25 --mismatch none", "--mismatch tok"),
     "bounds without 1": ("tiny-grpo --mismatch_bounds 1.5 2", "--mismatch_bounds 1.5 2 leaves out 1"),
@@ -77,6 +77,7 @@ ON_RANKS = {
     "rewards without spaces": ("--reward math,format", "needed: --reward with some of, and spaces between"),
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
     "a family": ("--model mamba", "mamba"),
+    "a link without its file": ("--model linked", "linked/vocab.json can't be read (FileNotFoundError"),
     "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
     "a folder without a model": ("--model nothing", "config.json"),
     "a download that ended early": ("--model half", "half/config.json can't be read ("),
@@ -109,7 +110,7 @@ def folder(tiny, base, tmp_path_factory):
     for name, text in files.items():
         (path / name).write_text(text)
     without = {"bare": "tokenizer*", "pickled": "*.safetensors", "nothing": "*"}
-    for name in (*without, "mamba", "half", "wide", "no_words", "cut", "critic"):
+    for name in (*without, "mamba", "half", "wide", "no_words", "cut", "critic", "linked"):
         shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(without.get(name, "")))
     config = json.loads((path / "mamba" / "config.json").read_text())
     for name, change in ("mamba", {"model_type": "mamba"}), ("wide", {"intermediate_size": 96}):
@@ -118,6 +119,7 @@ def folder(tiny, base, tmp_path_factory):
         (path / file).write_bytes((path / file).read_bytes()[:-99])
     save_file(load_file(f"{tiny}/model.safetensors") | {"score.weight": torch.ones(1, config["hidden_size"])},
               path / "critic" / "model.safetensors")
+    (path / "linked/vocab.json").symlink_to("gone")
     for name in ("ran/ckpt", "dir.json"):
         (path / name).mkdir(parents=True)
     (path / "full").mkdir()
@@ -144,7 +146,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if wandb were not installed
     with pytest.raises(UserError, match="but wandb is not installed; needed: pip install wandb$"):
-        check_trackers(parse(["tiny-ppo", "--track", "wandb"]))
+        check_paths(parse(["tiny-ppo", "--track", "wandb"]))
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
         with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):

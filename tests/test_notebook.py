@@ -6,8 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, run_ranks
-from taught import taught
+from conftest import ROOT, run_ranks, taught
 
 from tools import tiny
 

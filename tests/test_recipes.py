@@ -18,8 +18,7 @@ import pytest
 import ranks
 import torch
 import transformers
-from conftest import ROOT, forked, make_model, maths, run, run_ranks
-from taught import taught
+from conftest import ROOT, forked, make_model, maths, run, run_ranks, taught
 
 import data
 import dist
@@ -550,7 +549,8 @@ def test_the_command_line_has_models_then_data_then_flags():
 def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
                  extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
-    kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {}, "old": {"prompt": "", "date": "1"}}
+    kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {},
+             "d": {"max_response_len": 20000}, "old": {"prompt": "", "date": "1"}}
     for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "torz.json").write_text(json.dumps(facts | changes))
@@ -559,6 +559,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     assert (cfg.template, cfg.stop, cfg.extractor) == ("plain", ("</a>",), ("boxed",))
     assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64 and cfg.model_len == 70
     assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
+    assert eval_configs([f"{tmp_path}/d", "a.json", "--max_model_len", "0"])[0].pack_len > 20000
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
     assert eval_configs([a, "a.json", "--template", "plain"])[0].stop == ("</a>",)

@@ -6,10 +6,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import maths, run, run_ranks
+from conftest import maths, run, run_ranks, taught
 from ranks import main
 from safetensors.torch import load_file
-from taught import taught
 
 import ckpt
 from configs import PRESETS, read_jsonl

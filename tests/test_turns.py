@@ -8,8 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run, run_ranks
-from taught import taught
+from conftest import ROOT, run, run_ranks, taught
 
 import data
 import dist
@@ -311,13 +310,14 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
     assert found[f"grade/{reason}"] == np.mean([s.stopped for s in firsts])
 
 
-def evaluated(tiny, env) -> tuple[dict, list[dict]]:
-    """Returns the scores of an evaluation, and a row for each response."""
+def evaluated(tiny, env, *before) -> tuple[dict, list[dict]]:
+    """Returns the scores of an evaluation, and a row for each response. before: sets before the set `sums`"""
     dist.init("cpu", "float32")
     engine, problems = setup(tiny, env)
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        return rollout.score_sets(engine, grader, {"sums": list(problems.values())}, engine.cfg, 0)
+        sets = dict.fromkeys((*before, "sums"), list(problems.values()))
+        return rollout.score_sets(engine, grader, sets, engine.cfg, 0)
 
 
 def test_evaluation_uses_the_environment(tiny, env):
@@ -327,6 +327,8 @@ def test_evaluation_uses_the_environment(tiny, env):
     assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
     lengths = [row["tokens"] for row in rows]
     assert scores["sums"]["response_len"] == [sum(lengths[i:i + 2]) / 2 for i in range(0, 8, 2)]
+    ((_, more),) = run_ranks(1, evaluated, tiny, f"{env}:twice", "other")
+    assert [row for row in more if row["set"] == "sums"] == rows
 
 
 def test_a_model_learns_to_call_the_calculator(tmp_path):
@@ -342,7 +344,7 @@ def test_a_model_learns_to_call_the_calculator(tmp_path):
     rows, _ = run(cfg, tmp_path / "run")
     score = [row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row]
     trained = [row for row in rows if "reward" in row]
-    assert score[0] <= 0.3 and score[-1] >= 0.8, score
+    assert score[0] <= 0.4 and score[-1] >= 0.8, score
     calls = [row["turns"] - 1 for row in trained]
     assert calls[0] < 0.4 and calls[-1] > 0.8, calls
     assert all(row["response_len/sampled"] < row["response_len"] for row in trained)

@@ -208,7 +208,11 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
+    trained = as_trained(models, given.keys(), prompt_form(cfg.template))
+    if "pack_len" not in given:  # the preset's packs may be too short for these models
+        lengths = (trained.get(name, getattr(cfg, name)) for name in ("max_prompt_len", "max_response_len"))
+        trained["pack_len"] = max(cfg.pack_len, sum(lengths))
+    cfg = replace(cfg, **trained)
     return [replace(cfg, model=model) for model in models]
 
 
