@@ -280,8 +280,8 @@ def unfinished(final: Path, token: str) -> Path:
 
 
 def remove_unfinished(final: Path) -> None:
-    """Delete the hidden folders (see `unfinished`) that killed processes left. `final` may be a glob
-    pattern."""
+    """Delete the unfinished folders (see `unfinished`) of `final` that killed processes left. `final`: a
+    path, or a glob pattern for several paths."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
         shutil.rmtree(folder, ignore_errors=True)
 

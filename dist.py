@@ -431,7 +431,7 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 # --- the network
 
 # One row for each speed of measure_network: the text to print, an environment variable that slows this
-# network and, if it is not set, the likely cause of a low speed.
+# network, and the likely cause of a low speed without this variable.
 SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
           ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
            "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))

@@ -40,7 +40,8 @@ Key = tuple[int, int]  # prompt_id and sample_id
 
 class MemoryLedger:
     """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. The stages
-    are trainer, weights (only vLLM), sync, awake, sampled and asleep. `residual` is the GiB that the engine
+    are "trainer" (before the block), "weights" (vLLM's memory for weights is back), "sync" (the new weights
+    are there), "awake", "sampled" and "asleep". `residual` is the GiB that the engine
     holds while it sleeps. Create the ledger before the engine allocates memory, because the first reading
     must not include the engine's memory.
 

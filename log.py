@@ -170,7 +170,7 @@ class Logger(contextlib.AbstractContextManager):
             sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
-        """Print `!! step N: {text}` and append it to alarms.jsonl. N is `step`, or the next step."""
+        """Print `!! step N: {text}` and append it to alarms.jsonl. If `step` is None, N is the next step."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")

@@ -137,7 +137,8 @@ class Segments:
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
         ends = self.cu_seqlens.cpu().long()
         starts, lengths = ends[:-1], ends.diff()
-        # Segments whose lengths round up to the same power of 2 (at least 16) share a block.
+        # A block is a padded batch of segments. Segments share a block if their lengths round up to the same
+        # power of 2 (at least 16).
         size = lengths.clamp(min=16).log2().ceil()
         tokens = []  # for each block: index in the pack of the token at each place; -1: padding
         for s in size.unique():

@@ -43,7 +43,7 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     segment = segment_ids(cu_seqlens, len(mask))
     # step (T,): for each token, the last token in `mask` at or before it, as an index into `steps`
     step = (so_far - 1).clamp(min=0)
-    # in_reach (T,): whether the token's segment has a time step at or before the token
+    # in_reach (T,): whether this token in `mask` is in the same segment; if not, the reward has no time step
     in_reach = (segment[steps[step]] == segment) & (so_far > 0)
     own = torch.where(in_reach, rewards, 0)
     rewards = torch.zeros_like(values[steps]).index_add(0, step, own)

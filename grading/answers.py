@@ -393,8 +393,8 @@ UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metr
     hz hertz; degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
 ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
-# Words after a number are its unit: `5 meters`. But if one of the words is in NO_UNIT or matches PART, the
-# Reading has the kind "text" instead of "quantity". So `10 dozen` does not equal 10.
+# Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
+# meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand basis negative off short greater maybe perhaps
@@ -403,7 +403,8 @@ NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b")
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
-# `5 pizzas` are right. After a number from -1 to 1, a noun may be singular (`1 pizza`), so ONE replaces MANY.
+# `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
+# may be singular: `1 pizza`.
 MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
 ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
@@ -583,7 +584,7 @@ def _read_inequality(text, depth):
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
-    [x,x]. Returns [] for any other Reading, also for (2,1), because the lower edge must come first."""
+    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
     if kind == "intervals":
         return parts[1]
@@ -777,7 +778,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     return same
 
 
-# Finds the parameter n of 2\pi n, n\in\mathbb{Z}. It may have another letter in the gold answer.
+# Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
 PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")

@@ -181,7 +181,8 @@ def _modules_beside(spec):
             sys.path.remove(folder)
         added = sys.modules.keys() - before
         if added:
-            # Modules are found by name, because lazy modules such as torch.classes have no usable __file__.
+            # A module of this folder is known by the name of its file. Its __file__ is not used, because lazy
+            # modules such as torch.classes have none that is right.
             names = {file.partition(".")[0] for file in os.listdir(folder)} - before
             _modules[folder] = _take_modules(names, added)
 

@@ -224,19 +224,18 @@ class Kept(NamedTuple):
 
 
 def keep(case: Case, name: str) -> Kept:
-    """Returns what a model's updates keep in memory. With --recompute auto:
+    """Returns what a model's updates keep in memory (a Kept). With --recompute auto:
 
-    1. Each value of `reshard` gives one candidate. The candidate recomputes as little as possible, but leaves
-       the share HEADROOM of the device's memory free. If this is impossible, the value gives no candidate.
-       If the GPU's speeds are unknown, only the value True is tried.
-    2. The result is the first candidate that is at most 1 % slower than the fastest candidate. Without any
-       candidate, all layers are recomputed and no gathered weights are kept, which needs the least memory."""
+    1. For each value of Kept.reshard, find the Kept that recomputes least and still leaves the share HEADROOM
+       of the device's memory free. If the GPU's speeds are unknown, only reshard=True is tried.
+    2. Return the first of them that is at most 1 % slower than the fastest. If there is none, return the Kept
+       that needs the least memory: all layers are recomputed, and no gathered weights are kept."""
     cfg, layers = case.cfg, case.models[name].layers
     fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
         return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
     node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
-    needed = {}  # candidate -> planned seconds of the updates; 0 if the speeds are unknown
+    needed = {}  # Kept -> planned seconds of the updates; 0 if the speeds are unknown
     for reshard in (True, node, False) if case.within else (True,):
         for whole in (None, *range(layers + 1)):  # from the most memory to the least
             kept = Kept(whole, reshard)
@@ -336,8 +335,8 @@ def _update_instants(case, name, kept):
         #    dtype), of layer i (in both dtypes) and of layer i + 1 (in fp32).
         {"gathered weights": one_more, "activations": activations,
          "whole gradients": b * head + (b + 8) * layer},
-        # 4. End of the whole backward pass. In memory are the gradients of the root (in both dtypes) and of
-        #    one layer (in fp32).
+        # 4. End of the whole backward pass. The memory holds the root's gradients (in fp32 and in the compute
+        #    dtype) and one layer's gradients (in fp32).
         {"gathered weights": 0 if kept.reshard else gathered,
          "whole gradients": (4 + b) * root + 4 * layer},
         # 5. AdamW's step, with temporary memory of the size of the weight shards.
@@ -494,8 +493,8 @@ def _collectives(case, name, kept):
     """Returns a dict for the model `name`: collective -> bytes that a rank sends. `traffic` describes the
     collectives."""
     shards, params, shape = case.shards, case.params[name], case.models[name]
-    # over: (ranks, nodes) over which one copy of the weights is sharded; groups: number of copies
-    # again: like `over`, for the all-gathers of the backward pass
+    # over: number of ranks, and of nodes, that share one copy of the weights; groups: number of copies
+    # again: number of ranks (and of nodes) that take part in an all-gather of the backward pass
     over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
     return {"forward": sent(case.number * params, *over),
