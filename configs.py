@@ -524,7 +524,7 @@ PRESETS = {
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
-# Preset -> ranks of its production layout, if it is not 32 (Open-Reasoner-Zero's numbers)
+# Preset -> number of ranks in its production layout, as in Open-Reasoner-Zero. All other presets have 32.
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size

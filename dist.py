@@ -120,8 +120,9 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
     on a new prefix for their keys: a hash of random nonces, one from each rank.
 
-    A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank writes a
-    key under its prefix, and reads the nonces again until it finds the keys of all ranks under its prefix."""
+    A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank repeats
+    these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
+    under its prefix."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -173,7 +174,8 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
-        # None, FSDP's default, keeps the root's weights gathered, because the backward pass needs them first.
+        # For the root (`model`), reshard_after_forward=None keeps the weights gathered, because the backward
+        # pass needs them first.
         fully_shard(group, mesh=over, mp_policy=precision,
                     reshard_after_forward=None if group is model else reshard)
         group.set_gradient_divide_factor(1.0)

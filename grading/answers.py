@@ -807,8 +807,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 def _bag(text):
     """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
-    words, brackets, + and *. In an equation, only the sides and their terms are sorted, not the
-    characters. A text that is one number is not sorted."""
+    words, brackets, + and *. In an equation, the terms of each side and the two sides are sorted, but not the
+    characters of a term. A text that is one number is not sorted."""
     text = re.sub(r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
                   r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)", "", text)
     if "=" in text:

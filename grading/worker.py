@@ -181,15 +181,15 @@ def _modules_beside(spec):
             sys.path.remove(folder)
         added = sys.modules.keys() - before
         if added:
-            # A module of this folder is known by the name of its file. Its __file__ is not used, because lazy
-            # modules such as torch.classes have none that is right.
+            # A module of this folder has the name of its file. Its __file__ is not read, because lazy modules
+            # such as torch.classes have a wrong one.
             names = {file.partition(".")[0] for file in os.listdir(folder)} - before
             _modules[folder] = _take_modules(names, added)
 
 
 def _take_modules(names, among):
-    """Remove the modules `names` and their submodules from sys.modules, if they are in `among`. Returns a
-    dict: name -> removed module."""
+    """Remove modules from sys.modules: those of the set `among` that are in `names`, or are submodules of one
+    in `names`. Returns a dict: name -> removed module."""
     found = [name for name in among if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in found}
 
