@@ -326,7 +326,8 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     """Prints three prompts of the first step, each with one response. Also prints how many responses were
     correct, wrong, truncated and so on.
 
-    Without --go, raises UserError if all responses score 0, or if more than half were cut by length.
+    Without --go, raises UserError if all responses score 0, if more than half were cut by length, or if a
+    function of --reward raised an error on all of them.
 
     batch: prompts of the step
     samples: this rank's responses
@@ -357,7 +358,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             "--go to train anyway")
     mostly, errors = reasons.most_common(1)[0][0], dist.gather_all(errors[:1])
     scored = any(dist.gather_all(s.reward for s in samples)) or not any(t.weight for t in terms_of(cfg))
-    first = f"; first error: {ascii(errors[0])[1:-1]}" if mostly == "error" and errors else ""
+    first = f"; first error: {ascii(errors[0])[1:-1]}" if errors else ""
     remedy = {"unparsed": f"an --extractor that finds answers ({others or 'none does'}), or a --template "
                           "that asks for the format of --extractor",
               "error": f"{'an --env' if cfg.env else 'a --reward'} that doesn't raise",
@@ -368,3 +369,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
             f"--extractor {extractors(cfg)['']} --deadline {cfg.grade_deadline:g}",
             remedy.get(mostly, "easier --data, or a --model that is sometimes right")
             + ", or --go to train anyway")
+    failures = Counter(dist.gather_all(name for s in samples for name in s.failed))
+    failed = [name for name, n in failures.items() if n == total - cut]  # truncated responses are not graded
+    require(cfg.go or not failed, f"--reward {' '.join(failed)} failed on all of the first "
+            f"{total} responses{first}", "a function that doesn't raise, or --go to train anyway")
