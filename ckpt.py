@@ -551,7 +551,8 @@ def check_export_path(out: Path) -> None:
         others = [path.name for path in out.rglob("*") if path.is_file() and path.name != MARKER
                   and files.get(path.name) != _describe(path)[path.name]]
         require(ours and not others, f"{out} exists, and an export would replace {', '.join(others) or 'it'}",
-                "a new path, an empty folder, or an earlier export without other files")
+                "a new path, an empty folder, or an earlier export without new or changed "
+                "files (move such files out)")
 
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,

@@ -37,7 +37,8 @@ class FolderLock:
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
             text, owner = self.file.read_text() if self.file.is_file() else "", self.owner()
-            require('{"host":'.startswith(text[:8]), f"{self.file} is no lock of torz", "another --out")
+            require('{"host":'.startswith(text[:8]) and not self.file.is_dir(),
+                    f"{self.file} is no lock of torz", "another place for it, or another --out")
             require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
                     f"{owner.get('host')}", "the end of that run, or another --out")
             if self.owner() == owner:  # no other run has taken over the lock meanwhile

@@ -168,13 +168,17 @@ EVAL_FLAGS = tuple("""
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 
 
+# The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
+PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
+
+
 def eval_configs(argv: Sequence[str]) -> list[Config]:
     """Returns a config for each model of the command line (syntax: see the top of this file). A flag that is
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
         print(__doc__)
-        default = parse(["orz-7b", "--max_model_len", "0"], kind=EvalConfig)
+        default = parse(PRESET, kind=EvalConfig)
         for name, meaning in (meanings() | meanings(EvalConfig)).items():
             if name in EVAL_FLAGS and name != "out":
                 print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
@@ -190,9 +194,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
     require(len(set(map(model_name, models))) == count, "the same model twice",
             "each model once")
-    # --max_model_len 0 removes the preset's limit on the length of prompt plus response.
-    cfg, given = parse(["orz-7b", "--max_model_len", "0", "--model", models[0], "--eval_data", *files,
-                        "--out", "", *flags], "tools.evaluate", EvalConfig), given_flags(flags)
+    cfg, given = parse([*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags],
+                       "tools.evaluate", EvalConfig), given_flags(flags)
     for name in given:
         require(name in EVAL_FLAGS, f"--{name} has no effect in evaluation",
                 "a flag that python -m tools.evaluate --help lists")
@@ -208,11 +211,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
                 "and a new .jsonl file in a folder that exists")
     if cfg.template == "chat" and "stop" not in given:  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    trained = as_trained(models, given.keys(), prompt_form(cfg.template))
-    if "pack_len" not in given:  # the preset's packs may be too short for these models
-        lengths = (trained.get(name, getattr(cfg, name)) for name in ("max_prompt_len", "max_response_len"))
-        trained["pack_len"] = max(cfg.pack_len, sum(lengths))
-    cfg = replace(cfg, **trained)
+    cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
 
 

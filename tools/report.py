@@ -143,7 +143,7 @@ def facts(runs: Sequence[Path]) -> dict[str, str]:
             means = values.mean(0)
             scores = values[:, -1] if len(runs) > 1 else _scores(*runs, key, steps[-1])
             error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
-            best = f"(best {means.max():.3f} at step {steps[means.argmax()]})"
+            best = "(best {:.3f} at step {})".format(*max(zip(means, steps, strict=True)))
             found[key] = f"{means[0]:.3f} → {means[-1]:.3f}{error} {best}"
     return found
 
