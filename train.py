@@ -294,8 +294,7 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
         cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
     start, tokenizer = saved["step"], dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(with_date, cfg, tokenizer, saved["config"]["date"], say)
-    # The grader is made first, because load_data keeps the fields of the rows only if a reward function reads
-    # them.
+    # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
@@ -310,8 +309,7 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     policy, critic, ref = load_models(cfg, world)
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    # If step `start` was interrupted, the checkpoint may have problems that were solved in this step. The
-    # resumed run repeats the step, so these problems do not count as solved.
+    # Problems that were solved in the interrupted step `start` do not count, because the step is repeated.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.

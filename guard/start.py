@@ -329,9 +329,7 @@ def first_look(cfg: Config, tokenizer: Any, batch: Sequence[Problem], samples: S
     Without --go, raises UserError if all responses score 0, if more than half were cut by length, or if a
     function of --reward raised an error on all of them.
 
-    batch: prompts of the step
-    samples: this rank's responses
-    errors: messages of this rank's grader"""
+    batch: prompts of the step. samples: this rank's responses. errors: messages of its grader"""
     if dist.stop_requested():
         return
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
