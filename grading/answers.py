@@ -397,8 +397,8 @@ PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
 NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
-    base ten score gross dozen lakh crore hundred thousand basis negative off short greater maybe perhaps
-    otherwise modulo after""".split())
+    base ten score gross dozen lakh crore hundred thousand basis greater maybe perhaps otherwise
+    modulo""".split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b")
