@@ -468,6 +468,7 @@ def files(out: Path) -> set[str]:
 
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
+OF_A_DISK = re.compile(r"OSError: \[Errno (?:28|30)\]")  # full, or read-only
 OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): .*"
                             r"([Cc]onnection|closed|reset|peer|[Bb]roken pipe|waited|recv|[Ss]ocket)")
 
@@ -488,7 +489,7 @@ def faults_of(nodes: Nodes, want: Path, codes: list[int]) -> list[str]:
     # of `refused`) as its context. log.Logger then replaces the writer whose thread failed.
     wrong += [f"error: {e[:200]}" for e in set(ERROR.findall(text)) if not OF_TORCHRUN.search(e)
               and not (fault in LOSES_A_RANK and OF_A_LOST_RANK.search(e))
-              and not (fault in DISK and ("/tb/events.out." in e or e.endswith(tuple(refused))))]
+              and not (fault in DISK and (OF_A_DISK.match(e) or e.endswith(tuple(refused))))]
     if nodes.expected and not (len(refused) == 1 and re.search(nodes.expected, refused[0])):
         wrong.append(f"not the one line that names {nodes.expected}")
     if not nodes.expected and lines and fault not in DISK:
