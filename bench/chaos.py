@@ -468,7 +468,8 @@ def files(out: Path) -> set[str]:
 
 ERROR = re.compile(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception|Interrupt|Failed)\b.*)", re.M)
 OF_TORCHRUN = re.compile(r"^torch\.distributed\.elastic\.|^torch\.distributed\.DistNetworkError")
-OF_A_DISK = re.compile(r"OSError: \[Errno (?:28|30)\]")  # full, or read-only
+# Errno 28: full; 30: read-only. `!!` begins a line of another thread, which may cut this line.
+OF_A_DISK = re.compile(r"OSError(?:: \[Errno (?:28|30)\]|!!)")
 OF_A_LOST_RANK = re.compile(r"^(RuntimeError|torch\.distributed\.Dist\w+Error): .*"
                             r"([Cc]onnection|closed|reset|peer|[Bb]roken pipe|waited|recv|[Ss]ocket)")
 
