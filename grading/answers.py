@@ -303,8 +303,8 @@ TIDY = [(re.compile(pattern), new) for pattern, new in [
     (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
     (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
     (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
-     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|but|except|divisible|'
-     r'exceeds|up)\b)'
+     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|'
+     r'but|except|divisible|exceeds|up)\b)'
      r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
      r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
     (r"^(?:\\approx|=|:)+ ?", ""),

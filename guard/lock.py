@@ -36,8 +36,8 @@ class FolderLock:
         folder = self.file.parent
         folder.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            text, owner = self.file.read_text() if self.file.is_file() else "", self.owner()
-            require('{"host":'.startswith(text[:8]) and not self.file.is_dir(),
+            text, owner = self.file.read_bytes() if self.file.is_file() else b"", self.owner()
+            require(b'{"host":'.startswith(text[:8]) and not self.file.is_dir(),
                     f"{self.file} is no lock of torz", "another place for it, or another --out")
             require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
                     f"{owner.get('host')}", "the end of that run, or another --out")

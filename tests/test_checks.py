@@ -178,7 +178,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert "has config.json, which no run of torz wrote" in run_ranks(1, ranks.main, cfg)[0]
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
-    (tmp_path / "lock").write_text("12345")
+    (tmp_path / "lock").write_bytes(b"\xff12345")
     assert "lock is no lock of torz; needed: another" in run_ranks(1, ranks.main, cfg)[0]
     (tmp_path / "lock").write_text('{"ho')  # cut by a crash
     os.utime(tmp_path / "lock", (0, 0))
