@@ -189,7 +189,7 @@ class Config:
     round_len: Amount = 0  # sample in rounds of this many tokens; ranks are balanced between rounds; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts, as a share; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
-    pack_len: Count = 16384  # maximum tokens of a pack, the micro-batch of one forward pass
+    pack_len: Amount = 0  # maximum tokens of a pack, the micro-batch of one forward pass; 0: by the plan
     policy_updates: Count = 1  # policy updates in a pass over a step's samples
     critic_updates: Count = 12  # critic updates in a pass over a step's samples
     passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs)
@@ -248,7 +248,7 @@ class Config:
     network: NotNegative = 0.0  # Gb/s between nodes, for estimates of tools/plan.py; 0: usual for this GPU
     deterministic: bool = False  # bitwise-reproducible gradients on a GPU; slower
     recompute: str = "auto"  # activation checkpointing of no layer (none), all (layers), N, or enough (auto)
-    offload: bool = True  # CUDA: keep the trainer's weights and optimizer state on the host while unused
+    offload: Literal["auto", "on", "off"] = "auto"  # on: unused weights and optimizer state are on the host
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, once in --eval_every steps
@@ -289,8 +289,9 @@ class Config:
         require(self.max_response_len < self.model_len, f"--max_model_len {self.max_model_len} is too small "
                 f"for a prompt and --max_response_len {self.max_response_len}",
                 "--max_model_len 0, or a smaller --max_response_len")
-        require(self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is smaller than a prompt plus "
-                f"its response ({self.max_prompt_len} + {self.max_response_len} tokens)",
+        require(self.pack_len == 0 or self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is "
+                "smaller than a prompt plus its response "
+                f" ({self.max_prompt_len} + {self.max_response_len} tokens)",
                 f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len")
         least, most = sorted((self.policy_updates, self.critic_updates))
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
@@ -440,7 +441,7 @@ STEP_BY_STEP = "Please reason step by step, and put your final answer within \\b
 ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True,
              eval_samples=(16,), shard_ranks="auto",
              data=("Open-Reasoner-Zero/orz_math_57k_collection:orz_math_57k_collection.json",))
-ORZ_SMALL = replace(ORZ, model="Qwen/Qwen2.5-0.5B", pack_len=10048, engine_share=0.75)
+ORZ_SMALL = replace(ORZ, model="Qwen/Qwen2.5-0.5B", engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
     model="runs/tiny-base-0", data=("runs/tiny-base-0/train.jsonl",),
@@ -469,7 +470,7 @@ PRESETS = {
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
     "orz-7b": ORZ,
     "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
-                       pack_len=18432, eval_response_len=32768),
+                       eval_response_len=32768),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
     # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1, for a 32B model. Weight decay and betas are verl's,
@@ -478,7 +479,7 @@ PRESETS = {
         GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
         extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
         samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
-        max_response_len=20480, max_model_len=0, pack_len=22528, warmup_updates=320, betas=(0.9, 0.999),
+        max_response_len=20480, max_model_len=0, warmup_updates=320, betas=(0.9, 0.999),
         weight_decay=0.1, eval_samples=(32,), eval_top_p=0.7),
     # Dr. GRPO, arXiv 2503.20783: no division by length or standard deviation.
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
@@ -508,7 +509,7 @@ PRESETS = {
         GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
         extractor=("answer_tag",), stop=(),
         reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
-        max_prompt_len=512, max_response_len=1024, max_model_len=0, pack_len=10048, policy_lr=2e-5,
+        max_prompt_len=512, max_response_len=1024, max_model_len=0, policy_lr=2e-5,
         lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
     # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is from Open-Instruct's
     # docs/tulu3.md. Weight decay and betas are torch's defaults, as in Open-Instruct's code.
@@ -527,7 +528,9 @@ DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine
 # Preset -> number of ranks in its production layout, as in Open-Reasoner-Zero. All other presets have 32.
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
-CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
+# model.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a GPU,
+# because each chunk reads and writes the output layer's whole gradient.
+CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 
 # Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
 # ckpt.resume accepts another path, but refuses other content, such as other problems, another model config

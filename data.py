@@ -431,6 +431,7 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
     prompts: prompt_id of each sample"""
+    assert cfg.pack_len, "the plan (tools/plan.py, settle) replaces --pack_len 0"
     order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
     minibatches = partition(lengths[order], cfg.minibatches)
     return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
@@ -549,9 +550,13 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
                 **{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
+LEAST_SHARED = 0.04  # share of a pack's tokens
+
+
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Returns two arrays that say which tokens the model computes. If several segments begin with the same
-    tokens, the hidden states of these tokens are equal, so the model computes one copy of them.
+    tokens, the hidden states of these tokens are equal, so the model computes one copy of them. Prefixes are
+    not shared if that saves less than LEAST_SHARED of the tokens.
 
     1. `unique` (U,): indices of the computed tokens
     2. `inverse` (T,): for each token, the position of its computed copy in `unique`
@@ -569,5 +574,10 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
         common = len(os.path.commonprefix([segments[i], segments[j]]))
         computed[starts[j]:starts[j] + common] = computed[starts[i]:starts[i] + common]
     is_unique = computed == np.arange(starts[-1])
+    # Attention copies shared prefixes in front of each segment. If few tokens are shared, that takes longer
+    # than to compute them.
+    if is_unique.mean() > 1 - LEAST_SHARED:
+        is_unique[:] = True
+        computed = np.arange(starts[-1])
     position = is_unique.cumsum() - 1
     return is_unique.nonzero()[0], position[computed]

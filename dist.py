@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -157,11 +158,14 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
-def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int | None = None,
+def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int = 0,
           reshard: bool | int = True) -> nn.Module:
-    """Shard a model of model.py in place and return it. Each decoder layer is one FSDP group. All other
-    weights are one more group, the root. Weights and gradients are fp32; compute and all-gathers are in
-    `dtype`.
+    """Shard a model of model.py in place and return it. Weights and gradients are fp32; compute and
+    all-gathers are in `dtype`.
+
+    With several ranks, each decoder layer is one FSDP group, and all other weights are one more group, the
+    root. With one rank there is nothing to gather, and FSDP would take half of the host's time of an update.
+    Then each layer copies its weights to `dtype` itself (see `compute_in`).
 
     recompute: see PackModel.recompute
     reshard: what a rank does with a layer's gathered weights after the forward pass:
@@ -169,8 +173,11 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
         number n  keep 1/n of them; the backward pass gathers them from n neighbouring ranks
         False     keep them until `accumulate` or `on_device` ends
     """
+    model.compute_dtype = dtype
+    if over.size() == 1:
+        compute_in(model, dtype)
     model.recompute(recompute)
-    if over.size() == 1 and dtype == torch.float32:
+    if over.size() == 1:
         return model
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in (*model.model.layers, model):
@@ -182,6 +189,54 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
         group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
     model.set_reshard_after_backward(reshard is not False)
     return model
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32."""
+    if dtype == torch.float32:
+        return
+    layers = model.model.layers
+    in_layers = {module for layer in layers for module in layer.modules()}
+    for group in (*layers, model):
+        modules = [m for m in group.modules() if group is not model or m not in in_layers]
+        slots = [(m._parameters, name) for m in modules for name in m._parameters]
+        group.forward = partial(forward_in, dtype, slots, group.forward)
+
+
+def forward_in(dtype: torch.dtype, slots: Sequence[tuple[dict, str]], forward: Callable, *args: Any,
+               **kwargs: Any) -> Any:
+    """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`.
+
+    slots: (a module's dict of parameters, name) of each weight. Two slots may have the same weight."""
+    weights = {id(p[name]): p[name] for p, name in slots if p[name] is not None}
+    copies = dict(zip(weights, CastWeights.apply(dtype, *weights.values()), strict=True))
+    before = [p[name] for p, name in slots]
+    for (parameters, name), weight in zip(slots, before, strict=True):
+        parameters[name] = copies.get(id(weight))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for (parameters, name), weight in zip(slots, before, strict=True):
+            parameters[name] = weight
+
+
+class CastWeights(torch.autograd.Function):
+    """Returns copies of fp32 weights in another dtype. The gradients of the weights are fp32."""
+
+    @staticmethod
+    def forward(ctx, dtype, *weights):
+        return tuple(converted(weights, dtype))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *converted(grads, torch.float32)
+
+
+def converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns copies in another dtype. On a GPU, this is one kernel for all tensors."""
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
@@ -221,7 +276,7 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
                 group.unshard()
             for name, param in group.named_parameters():
                 if prefix or not name.startswith("model.layers."):
-                    yield prefix + name, param.detach()
+                    yield prefix + name, param.detach().to(model.compute_dtype)
             if sharded:
                 group.reshard()
 

@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.activations import SiLUActivation
 
 import dist
 from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, require, short_hash
@@ -242,48 +243,85 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
-        logp, entropy = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(2))
-        log_softmax = None
-        for c in chunks(len(targets), len(weight)):
-            del log_softmax  # frees its memory before the next chunk needs memory
-            log_softmax = logits_fp32(hidden[c], weight).div_(temperature).log_softmax(-1)
-            logp[c] = log_softmax.gather(1, targets[c, None])[:, 0]
-            entropy[c] = -torch.linalg.vecdot(log_softmax.exp(), log_softmax)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.last = temperature, log_softmax  # backward begins with this last chunk
+        logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
+        scale, z = 1 / temperature, None
+        for c in chunks(hidden, weight):
+            del z  # frees its memory before the next chunk needs memory
+            z = logits_fp32(hidden[c], weight)
+            logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
+        ctx.save_for_backward(hidden, weight, targets, entropy, lse)
+        ctx.scale, ctx.last = scale, z  # backward begins with this last chunk
         ctx.set_materialize_grads(False)  # so backward gets g_entropy=None without --entropy_coef
         return logp, entropy
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy):
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, entropy, lse = ctx.saved_tensors
         g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
         g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        for c in reversed(chunks(len(targets), len(weight))):
-            log_softmax, ctx.last = ctx.last, None
-            if log_softmax is None:
-                log_softmax = logits_fp32(hidden[c], weight).div_(ctx.temperature).log_softmax(-1)
-            # z: logits / temperature, p: softmax(z), y: target, H: entropy.
-            # d log p_y / dz = onehot(y) - p;  dH / dz = -p (log p + H)
-            g = log_softmax.exp()
-            if g_entropy is None:
-                g *= -g_logp[c, None]
-            else:
-                g *= log_softmax.add_(entropy[c, None]).mul_(g_entropy[c, None]).add_(g_logp[c, None]).neg_()
-            g.scatter_add_(1, targets[c, None], g_logp[c, None])
-            g = g.div_(ctx.temperature).to(weight.dtype)
-            del log_softmax
+        for c in reversed(chunks(hidden, weight)):
+            z, ctx.last = ctx.last, None
+            if z is None:
+                z = logits_fp32(hidden[c], weight)
+            g = logits_grad(z, targets[c], ctx.scale, lse[c], entropy[c], g_logp[c],
+                            None if g_entropy is None else g_entropy[c], weight.dtype)
+            del z
             g_hidden[c] = g @ weight
-            g_weight += g.t() @ hidden[c]
+            add_product(g_weight, g.t(), hidden[c])
             del g
         return g_hidden, g_weight.to(weight.dtype), None, None
 
 
-def chunks(tokens: int, vocabulary: int) -> list[slice]:
-    """Returns slices that divide `tokens` tokens into chunks. The fp32 logits of a chunk need at most
-    CHUNK_BYTES. vocabulary: number of logits of a token"""
-    size = max(1, CHUNK_BYTES // (4 * vocabulary))
-    return [slice(i, i + size) for i in range(0, tokens, size)]
+def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns three tensors (n,) in nats: the log-probs of the targets (n,), the entropies, and the
+    logsumexps of z * scale. z (n, V): fp32 logits. scale: 1 / temperature"""
+    if z.is_cuda:
+        import kernels  # not at the top: CPU builds of torch have no Triton
+
+        return kernels.log_probs(z, targets, scale)
+    log_p = (z * scale).log_softmax(-1)
+    at_target = targets[:, None]
+    logp = log_p.gather(1, at_target)[:, 0]
+    lse = z.gather(1, at_target)[:, 0] * scale - logp
+    entropy = -log_p.exp().mul_(log_p).sum(-1)
+    return logp, entropy, lse
+
+
+def logits_grad(z: Tensor, targets: Tensor, scale: float, lse: Tensor, entropy: Tensor, g_logp: Tensor,
+                g_entropy: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Returns the gradient (n, V), in `dtype`, of the fp32 logits z (n, V).
+
+    targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
+    entropies. g_entropy is None if the loss has no entropy."""
+    if z.is_cuda:
+        import kernels
+
+        return kernels.logits_grad(z, targets, scale, lse, entropy, g_logp, g_entropy, dtype)
+    # p: softmax(z * scale), y: target, H: entropy.
+    # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
+    log_p = torch.add(-lse[:, None], z, alpha=scale)
+    if g_entropy is None:
+        g = log_p.exp_().mul_(-g_logp[:, None])
+    else:
+        g = log_p.exp()
+        g *= log_p.add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None]).neg_()
+    g.scatter_add_(1, targets[:, None], g_logp[:, None])
+    return g.mul_(scale).to(dtype)
+
+
+def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Returns slices that divide the rows of hidden (n, D) into chunks. The fp32 logits of a chunk need at
+    most CHUNK_BYTES. weight (V, D): weight of the output layer"""
+    size = max(1, CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
+    return [slice(i, i + size) for i in range(0, len(hidden), size)]
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds the matrix product of a and b to the fp32 tensor `total`. Products are summed in fp32."""
+    if total.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
 
 
 def logits_fp32(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -330,6 +368,7 @@ class PackModel(nn.Module):
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__()
         self.config = config
+        self.compute_dtype = torch.float32  # dist.shard may choose another
         backbone = backbone_class(type(config))
         self.model = backbone._from_config(config, attn_implementation="torz", dtype=torch.float32)
         # eval() turns off dropout. With dropout, the log-probs of two forward passes would differ.
@@ -337,23 +376,21 @@ class PackModel(nn.Module):
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
+            if hasattr(module, "down_proj"):
+                module.forward = partial(gated_mlp, module, False)
 
     def tie(self) -> None:
         """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
         method again after parameters were replaced. Here and in Critic, this method does nothing."""
 
-    def recompute(self, whole: int | None) -> None:
-        """Set what each layer stores for the backward pass.
-
-            the first `whole` layers      only their input
-            the other layers              also the results of matrix products and of attention
-            all layers if whole is None   everything"""
-        for i, layer in enumerate(self.model.layers if whole is not None else ()):
-            keep = {} if i < whole else {"context_fn": keep_products}
+    def recompute(self, layers: int) -> None:
+        """Make the first `layers` layers store only their input for the backward pass, which then runs the
+        layer's forward pass again."""
+        for layer in self.model.layers[:layers]:
             # FSDP's hooks run around `forward`. `checkpoint` wraps only `forward`, so that the recomputation
             # does not gather and free the weights once more.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
-                                    preserve_rng_state=False, **keep)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.mlp.forward = partial(gated_mlp, layer.mlp, True)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Returns the last hidden states (…, D) of tokens (…,) at positions (…,)."""
@@ -385,21 +422,65 @@ class PackModel(nn.Module):
                 self.model._init_weights(module)
 
 
-def keep_products() -> tuple[Any, Any]:
-    """Returns the contexts with which `checkpoint` stores the results of matrix products and of attention,
-    because to recompute them would take most of a layer's time."""
-    import torch.nn.attention.varlen  # noqa: F401  registers the operator torch_attn._varlen_attn
-
-    aten = torch.ops.aten
-    return create_selective_checkpoint_contexts([
-        aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default, torch.ops.torch_attn._varlen_attn.default])
-
-
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm with Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def gated_mlp(mlp: nn.Module, recomputed: bool, x: Tensor) -> Tensor:
+    """Returns the output of a Hugging Face MLP: down_proj(act(gate) * up). Some families compute gate and up
+    with one matrix. `recomputed`: whether the backward pass runs the layer's forward pass again. Then
+    down_proj may store its input, which lives only until the end of the layer's backward pass."""
+    if hasattr(mlp, "gate_up_proj"):
+        gate, up = mlp.gate_up_proj(x).chunk(2, -1)
+        act = mlp.activation_fn
+    else:
+        gate, up, act = mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn
+    product = gated(act, gate, up)
+    if recomputed or not x.is_cuda:  # a CPU has more memory than time
+        return mlp.down_proj(product)
+    return DownProjection.apply(product, act, gate, up, mlp.down_proj.weight, mlp.down_proj.bias)
+
+
+def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns act(gate) * up."""
+    if gate.is_cuda and isinstance(act, nn.SiLU | SiLUActivation):
+        return SwiGLU.apply(gate, up)
+    return act(gate) * up
+
+
+class SwiGLU(torch.autograd.Function):
+    """Returns silu(gate) * up, on a GPU. Stores only gate and up for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        import kernels
+
+        ctx.save_for_backward(gate, up)
+        return kernels.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx, g):
+        import kernels
+
+        return kernels.swiglu_grad(g, *ctx.saved_tensors)
+
+
+class DownProjection(torch.autograd.Function):
+    """Returns linear(product, weight, bias), for product = act(gate) * up. Does not store `product`, which is
+    a fifth of a layer's activations: the backward pass computes it again from gate and up."""
+
+    @staticmethod
+    def forward(ctx, product, act, gate, up, weight, bias):
+        ctx.act, ctx.has_bias = act, bias is not None
+        ctx.save_for_backward(gate, up, weight)
+        return F.linear(product, weight, bias)
+
+    @staticmethod
+    def backward(ctx, g):
+        gate, up, weight = ctx.saved_tensors
+        product, rows = gated(ctx.act, gate, up).flatten(0, -2), g.flatten(0, -2)
+        return g @ weight, None, None, None, rows.t() @ product, rows.sum(0) if ctx.has_bias else None
 
 
 class Policy(PackModel):

@@ -91,8 +91,8 @@ from guard.start import (
     first_look,
     preflight,
     read_facts,
+    settled,
     with_date,
-    with_shards,
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
@@ -300,7 +300,7 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
     noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from")
     check_same("reads", read | noted, "the same files on every machine")
-    cfg = with_shards(cfg.with_steps(len(problems)), world, saved)
+    cfg = settled(cfg.with_steps(len(problems)), world, saved)
     planned = check_fit(cfg, world, len(problems), say)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
     check_gold("--data", problems, grader, cfg, world, say)
@@ -355,7 +355,7 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
     sharded."""
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
-    device = "cpu" if cfg.offload else world.device
+    device = "cpu" if case.offloads else world.device
     model = load_policy(cfg.model, device, partial(shard_fn, **case.kept["policy"]._asdict()))
     policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
     if cfg.algo == "ppo":
@@ -370,10 +370,8 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new AdamW optimizer. Checkpoints save its state. Another optimizer: see docs/forking.md."""
-    # On a CPU, AdamW without fused=True is slow.
-    fused = next(model.parameters()).device.type == "cpu" or None
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
-                             eps=cfg.adam_eps, fused=fused)
+                             eps=cfg.adam_eps, fused=True)  # one kernel for all weights
 
 
 def resident(role: Role, world: dist.World):

@@ -164,14 +164,18 @@ def with_date(cfg: Config, tokenizer: Any, earlier: str, say: Say) -> Config:
     return replace(cfg, date=day)
 
 
-def with_shards(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
-    """Returns the config with a number in place of --shard_ranks auto. If the number of ranks is the same as
-    at the last save, this function takes the checkpoint's number, so that gradients are rounded as before.
-    Otherwise it takes the plan's number (tools/plan.py). saved: content of the checkpoint's state.json"""
-    if cfg.shard_ranks != "auto":
-        return cfg
-    same = saved.get("ranks") == world.size
-    return replace(cfg, shard_ranks=saved["config"]["shard_ranks"] if same else case_of(cfg, world).shards)
+def settled(cfg: Config, world: dist.World, saved: Mapping[str, Any]) -> Config:
+    """Returns the config with the plan's values in place of `auto` in --shard_ranks and --offload, and of
+    --pack_len 0 (tools/plan.py, settle). If the number of ranks is the same as at the last save,
+    --shard_ranks and --pack_len are the checkpoint's, so that gradients are rounded as before.
+
+    saved: content of the checkpoint's state.json"""
+    before = saved["config"] if saved.get("ranks") == world.size else {}
+    if cfg.shard_ranks == "auto":
+        cfg = replace(cfg, shard_ranks=before.get("shard_ranks", "auto"))
+    if cfg.pack_len == 0:
+        cfg = replace(cfg, pack_len=before.get("pack_len", 0))
+    return case_of(cfg, world).cfg
 
 
 def checkpoint_id(path: Path | None) -> str:

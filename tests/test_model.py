@@ -18,11 +18,11 @@ from tools import plan
 
 
 def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
-    """A layer that is recomputed in whole repeats its forward pass, except the last matrix product, whose
-    result no gradient needs. With --recompute 0, no matrix product is computed again."""
+    """A recomputed layer repeats its forward pass, except the last matrix product, whose result no gradient
+    needs."""
     p, cost = data.pack(make_samples(8)), {}
     layers = model.load_config(tiny).num_hidden_layers
-    for whole in (None, *range(layers + 1)):
+    for whole in range(layers + 1):
         policy = model.load_policy(tiny)
         policy.recompute(whole)
         with FlopCounterMode(display=False) as forward:
@@ -33,7 +33,6 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
     c, unique, loss = policy.config, len(p.unique), len(p.loss_tokens)
     of_layer = (forward.get_total_flops() - 2 * loss * c.vocab_size * c.hidden_size) / layers
     last_product = 2 * unique * c.intermediate_size * c.hidden_size  # no gradient needs its result
-    assert cost[0] == cost[None]
     for whole in range(layers):
         assert cost[whole + 1] - cost[whole] == of_layer - last_product
 
@@ -95,7 +94,7 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
-    monkeypatch.setattr(model, "CHUNK_BYTES", 4 * 50 * chunk)
+    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
     targets = torch.randint(0, 50, (23,), generator=g)
@@ -114,7 +113,7 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
     """At most CHUNKS_ALIVE chunks of logits are in memory at once, as tools/plan.py assumes."""
-    monkeypatch.setattr(model, "CHUNK_BYTES", chunk := 5 * 2**20)
+    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
     def peak(tokens: int) -> int:
@@ -129,7 +128,7 @@ def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_pat
 
     few, many = peak(512), peak(2048)
     most = plan.CHUNKS_ALIVE * chunk + 2**21  # 2 MiB are for the gradients of the weight
-    assert 0.9 * chunk < few < most and many < most and abs(many - few) < chunk / 100
+    assert 0.9 * chunk < few < most and many < most and abs(many - few) < chunk / 50
 
 
 def peak_allocated(f, trace: Path) -> int:

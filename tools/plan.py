@@ -4,7 +4,8 @@
 
 The plan needs no torch and no GPU. train.py makes the same plan, and refuses a run that does not fit.
 
-Memory is counted for one rank's device. Seconds are estimates, right within a factor of about two.
+Memory is counted for one rank's device. Seconds are estimates. docs/measured.md compares them with what was
+measured on a GPU.
 
 Two terms of this file:
 
@@ -12,6 +13,7 @@ Two terms of this file:
     shard    one rank's part of a model's weights, gradients or optimizer state
 """
 
+import itertools
 import json
 import textwrap
 from contextlib import suppress
@@ -25,7 +27,7 @@ from configs import CHUNK_BYTES, GIB, NODE, Config, UserError, gib, read_json, r
 from grading.rows import read_rows
 
 STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
-CHUNKS_ALIVE = 3  # chunks of logits (model.py) that are in memory at once
+CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
 SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
@@ -33,11 +35,30 @@ ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
 HOLES = 0.015  # unused memory between activations, as a share of the activations
-HEADROOM = 0.08  # share of a device's memory that --recompute auto leaves free
-MFU = 0.35  # share of a GPU's peak FLOP/s that training reaches; torchtitan: 0.33 to 0.39 (8B model, H100)
-LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
-BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
+HEADROOM = 0.08  # share of a device's memory that choices of the plan leave free
 ASSUMED_PROMPTS = 57_000  # number of prompts in an epoch, if the data can't be read
+
+# Speeds. If no source stands here, they were measured on one H200 with 16 CPU cores (docs/measured.md).
+MFU = 0.35  # share of a GPU's peak FLOP/s that layers reach; torchtitan: 0.33 to 0.39 (8B model, H100)
+MATMUL = 0.8  # share of a GPU's peak FLOP/s that one large matrix product reaches: 792 of 989 TFLOP/s
+STREAM = 0.85  # share of a GPU's peak memory bandwidth that a copy reaches: 4.12 of 4.8 TB/s
+BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
+LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
+HOST_COPY = 20e9  # bytes/s between pinned host memory and the device
+PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
+PUSH = 125e9  # bytes/s at which vLLM takes new weights
+WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
+START = 35.0  # seconds from the command to the first step, without loading the model
+LOAD = 1.5e9  # bytes/s at which a model's files are read
+# Host seconds of one decode step in vLLM: for the step, and for each response in it.
+DECODE_HOST = 1.1e-3, 16e-6
+# Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
+LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
+# Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
+OPTIMIZER_HOST = {True: 4e-3, False: 0.3e-3}
+# Bytes that the output layer moves for each logit (fp32, and the gradient in the compute dtype), in a forward
+# and a backward pass.
+HEAD_BYTES = 8, 14
 
 
 class GPU(NamedTuple):
@@ -86,6 +107,7 @@ class Shape:
     tied: bool = False  # whether LM head and embedding share their weights
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
+    silu: bool = True  # whether the MLP's activation is silu; others store one more tensor (model.gated)
 
     def __post_init__(self) -> None:
         """Compute these sizes:
@@ -123,7 +145,7 @@ def shape_of(config: dict, name: str) -> Shape:
                 "a dense decoder like Llama or Qwen")
     return Shape(name, *map(get, sizes), get("num_key_value_heads") or get("num_attention_heads"),
                  get("tie_word_embeddings", family in TIED), get("head_dim") or 0,
-                 get("attention_bias") or family == "qwen2")
+                 get("attention_bias") or family == "qwen2", get("hidden_act") == "silu")
 
 
 def read_shape(path: str) -> Shape:
@@ -162,6 +184,9 @@ class Case:
     prompts: int = 0  # number of prompts of an epoch; 0 if unknown
 
     def __post_init__(self) -> None:
+        """Compute the sizes of the run. Replace self.cfg by a config without `auto` in --shard_ranks and
+        --offload, and without --pack_len 0 (see `settle`)."""
+        self.cfg = settle(self)
         cfg, on_gpu = self.cfg, self.gpu is not None
         self.policy, critic, self.ref = self.shapes
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
@@ -172,7 +197,11 @@ class Case:
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
         # On a GPU, every engine except the torch engine is planned like vLLM, which sleeps during training.
         self.engine_sleeps = on_gpu and cfg.engine_kind(on_gpu) != "torch"
-        self.offloads = cfg.offload and on_gpu
+        self.offloads = cfg.offload == "on" and on_gpu
+        # Bytes of a chunk of logits, and the number of chunks that are in memory at once. A GPU holds the
+        # fp32 logits, and their gradient in the compute dtype.
+        self.chunk = CHUNK_BYTES["cuda" if on_gpu else "cpu"]
+        self.chunks_alive = 1 + self.number / 4 if on_gpu else CHUNKS_ALIVE
         self.engine_weights = self.number * self.params["policy"] / cfg.tp
         self.capacity = self.gpu.memory if self.gpu else self.host / self.local or float("inf")
         gpu = self.gpu or GPU("", 0)
@@ -180,6 +209,8 @@ class Case:
         self.longest = cfg.model_len - cfg.max_response_len, cfg.max_response_len
         # Bytes/s that a rank sends within its node, and that a node sends to other nodes.
         self.within, self.between = LINK * gpu.link, LINK * (cfg.network or gpu.network) * 1e9 / 8
+        # Number of ranks over which one copy of the weights and of the optimizer state is sharded.
+        self.shards = cfg.shard_ranks or self.world
         # checkpoint: bytes that a rank saves in a checkpoint
         # state: bytes of a rank's shards of all weights (the reference's too) and of AdamW's moments
         trained = STATE_BYTES * sum(self.params.values()) / self.shards
@@ -194,18 +225,6 @@ class Case:
         self.kv_bytes = 2 * self.policy.layers * width * self.number
 
     @cached_property
-    def shards(self) -> int:
-        """Number of ranks over which one copy of the weights and of the optimizer state is sharded. With
-        --shard_ranks auto: the ranks of one node, if a copy fits in a node's device and host memory; else all
-        ranks."""
-        wanted = self.cfg.shard_ranks
-        if wanted == "auto":
-            node = replace(self, cfg=replace(self.cfg, shard_ranks=self.local))
-            fits = not shortage(node) and host_need(node)["machine"] <= (self.host or float("inf"))
-            wanted = self.local if fits and self.world % self.local == 0 else 0
-        return wanted or self.world
-
-    @cached_property
     def kept(self) -> dict[str, "Kept"]:
         """A dict: "policy" or "critic" -> what the updates of this model keep in memory."""
         return {name: keep(self, name) for name in self.models}
@@ -214,12 +233,11 @@ class Case:
 class Kept(NamedTuple):
     """What the forward passes of a model's update keep in memory for the backward passes.
 
-    recompute: number of layers that the backward pass recomputes completely. In the other layers it
-        recomputes only cheap operations. None: it recomputes nothing in any layer.
+    recompute: number of layers that the backward pass recomputes
     reshard: how much of a layer's gathered weights a rank keeps for the backward pass. False: all weights.
         A number n: 1/n of them. True: none."""
 
-    recompute: int | None
+    recompute: int
     reshard: bool | int
 
 
@@ -231,18 +249,75 @@ def keep(case: Case, name: str) -> Kept:
     2. Return the first of them that is at most 1 % slower than the fastest. If there is none, return the Kept
        that needs the least memory: all layers are recomputed, and no gathered weights are kept."""
     cfg, layers = case.cfg, case.models[name].layers
-    fixed = {"none": None, "layers": layers}
     if cfg.recompute != "auto":
-        return Kept(fixed[cfg.recompute] if cfg.recompute in fixed else min(int(cfg.recompute), layers), True)
-    node = case.local if 1 < case.local < case.shards and case.shards % case.local == 0 else True
+        typed = {"none": 0, "layers": layers}.get(cfg.recompute)
+        return Kept(min(int(cfg.recompute), layers) if typed is None else typed, True)
+    choices = [True]
+    if case.within and case.shards > 1:
+        if 1 < case.local < case.shards and case.shards % case.local == 0:
+            choices.append(case.local)
+        choices.append(False)
     needed = {}  # Kept -> planned seconds of the updates; 0 if the speeds are unknown
-    for reshard in (True, node, False) if case.within else (True,):
-        for whole in (None, *range(layers + 1)):  # from the most memory to the least
-            kept = Kept(whole, reshard)
-            if max(x["total"] for x in _update_instants(case, name, kept)) <= (1 - HEADROOM) * case.capacity:
-                needed[kept] = case.within and _seconds(_passes(case, name, kept, *case.longest)[1])
+    for reshard in choices:
+        for recompute in range(layers + 1):  # from the most memory to the least
+            kept = Kept(recompute, reshard)
+            peak = max(usage["total"] for usage in _update_instants(case, name, kept))
+            if peak <= (1 - HEADROOM) * case.capacity:
+                _, updates = _passes(case, name, kept, *case.longest) if case.within else (0, [])
+                needed[kept] = _seconds(updates)
                 break
-    return next((kept for kept in needed if needed[kept] <= 1.01 * min(needed.values())), Kept(layers, True))
+    best = min(needed.values(), default=0)
+    return next((kept for kept, seconds in needed.items() if seconds <= 1.01 * best), Kept(layers, True))
+
+
+def settle(case: Case) -> Config:
+    """Returns the config with a value in place of `auto` in --shard_ranks and --offload, and of --pack_len 0:
+
+    shard_ranks  the ranks of one node, if the run then fits in device and host memory; else 0 (all ranks)
+    offload      "off", unless "on" is at least 3 % faster or only "on" fits
+    pack_len     PACK_LEN tokens, or as many as the longest sample; up to four times as many if that fits and
+                 is not slower
+
+    If nothing fits, it returns the values that need the least memory."""
+    cfg, one_node = case.cfg, case.local if case.world % case.local == 0 else 0
+    shards = dict.fromkeys((one_node, 0)) if cfg.shard_ranks == "auto" else (cfg.shard_ranks,)
+    places = ("off", "on") if cfg.offload == "auto" and case.gpu else (cfg.offload.replace("auto", "off"),)
+    packs = [cfg.pack_len or max(PACK_LEN, cfg.model_len)]
+    minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
+    while not cfg.pack_len and case.gpu and case.gpu.flops and packs[-1] < min(minibatch, 4 * packs[0]):
+        packs.append(2 * packs[-1])
+    choices = [replace(cfg, shard_ranks=n, offload=place, pack_len=length)
+               for n, place, length in itertools.product(shards, places, packs)]
+    if len(choices) == 1:
+        return choices[0]
+    found = {}  # shard_ranks -> (seconds of a step, config) of the best choice that fits
+    for choice in choices:
+        n, time = choice.shard_ranks, _seconds_if_fits(replace(case, cfg=choice))
+        if time is None:
+            continue
+        fastest, best = found.get(n, (float("inf"), choice))
+        limit = 1 if choice.offload == best.offload else 0.97
+        if time <= limit * fastest:
+            found[n] = time, choice
+    for n in shards:
+        if n in found:
+            return found[n][1]
+    return replace(cfg, shard_ranks=[*shards][-1], offload=places[-1], pack_len=packs[0])
+
+
+def _seconds_if_fits(case):
+    """Returns the seconds of a step, 0.0 if the speeds are unknown, or None if the case does not fit."""
+    cfg = case.cfg
+    takes_more = cfg.offload == "off" or cfg.pack_len > max(PACK_LEN, cfg.model_len)
+    room = 1 - HEADROOM if case.gpu and takes_more else float("inf")
+    if shortage(case) or fullest(case)[1]["total"] > room * case.capacity:
+        return None
+    if host_need(case)["machine"] > (case.host or float("inf")):
+        return None
+    return seconds(case, *case.longest)["step"] if case.within else 0.0
+
+
+PACK_LEN = 16384
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
@@ -264,25 +339,25 @@ def check_ranks(cfg: Config, ranks: int) -> None:
 Usage = dict[str, float]  # item -> bytes of memory that the item uses on one rank's device at one instant
 
 
-def _per_token(case, shape, whole):
+def _per_token(case, shape, recompute):
     """Returns two sizes in bytes per token:
 
     1. the activations that all layers together keep for the backward pass
-    2. the activations that the backward pass recomputes for the last layer. The last layer is the first in
-       the backward pass, so the activations of all other layers are still in memory
+    2. the activations that one recomputed layer adds in the backward pass
 
-    whole: number of layers to recompute completely (see Kept.recompute)"""
-    d, b = shape.hidden, case.number
-    # What a layer stores without recomputation: the inputs of norms, matrix products, attention, activation
-    # function and gating. Attention's output counts twice: before and after packed_attention's index_select.
-    everything = b * (4 * d + 3 * shape.q + 2 * shape.kv + 4 * shape.inner)
-    # What a layer stores if it recomputes only what costs few FLOP: its input, the results of seven matrix
-    # products and of attention, and attention's logsumexps.
-    products = b * (3 * d + 2 * shape.q + 2 * shape.kv + 2 * shape.inner) + 4 * shape.heads
-    if whole is None:
-        return shape.layers * everything, 0
-    again = everything if whole == shape.layers else everything - products
-    return whole * b * d + (shape.layers - whole) * products, again
+    recompute: number of layers to recompute (see Kept.recompute)"""
+    d, b, q, kv, inner = shape.hidden, case.number, shape.q, shape.kv, shape.inner
+    # What a layer stores: the inputs of norms and matrix products, tensors of the MLP (see model.gated_mlp),
+    # and attention's inputs and output. If segments share prefixes, the latter are stored for the tokens of
+    # all segments, and attention's output once more. Sharing saves 4 % of the tokens or more
+    # (data.LEAST_SHARED).
+    of_mlp = 4 if not case.gpu else 2 if shape.silu else 3
+    stored = b * (0.96 * (4 * d + q + of_mlp * inner) + 2 * q + 2 * kv)
+    # The input of a recomputed layer is counted already. A recomputed layer needs this memory when the
+    # backward pass has freed the layers after it.
+    again = stored - b * d
+    whole = shape.layers - recompute
+    return recompute * b * d + whole * stored, max(0, again - whole * stored) if recompute else 0
 
 
 def _allocator_loss(case, shape, root, logits, kept):
@@ -311,14 +386,18 @@ def _update_instants(case, name, kept):
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
     per_token, again = _per_token(case, shape, kept.recompute)
     activations = T * (per_token + 2 * b * d)
-    # Bytes of the layers' weights that stay gathered until the backward pass (Kept.reshard).
-    layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
+    # Bytes of the layers' weights that stay gathered until the backward pass (Kept.reshard). One rank alone
+    # gathers nothing, but a layer that is not recomputed keeps the copies of its weights.
+    if case.shards == 1:
+        layers = b * layer * (shape.layers - kept.recompute)
+    else:
+        layers = b * (params - root) / int(kept.reshard or 1) if kept.reshard is not True else 0
     gathered = b * root + layers
     one_more = gathered + (b * layer if kept.reshard else 0)
-    # A layer's backward pass also holds the gradients of the MLP's gate and up projections, and two
-    # gradients of size d.
-    working = T * (again + b * (2 * shape.inner + 2 * d))
-    logits = CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * words * T)
+    # A layer's backward pass also holds the gradients of down_proj's input and of the MLP's gate and up
+    # projections, and two gradients of size d.
+    working = T * (again + b * (3 * shape.inner + 2 * d))
+    logits = case.chunks_alive * min(case.chunk, 4 * words * T)
     shard = 4 * params / case.shards
     at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
     at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
@@ -387,7 +466,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
         usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
                  "gathered weights": case.number * (shape.policy_params - (shape.layers - 1) * shape.layer),
-                 "logits": CHUNKS_ALIVE * min(CHUNK_BYTES, 4 * shape.vocab * T)}
+                 "logits": case.chunks_alive * min(case.chunk, 4 * shape.vocab * T)}
         instants.append(("ref", _with_total(case, usage | _asleep(case))))
     for name in case.models:
         instants += [(name, usage) for usage in _update_instants(case, name, case.kept[name])]
@@ -519,12 +598,18 @@ def _passes(case, name, kept, prompt, response):
     """Returns two lists of parts (see `_seconds`):
 
     1. a forward pass on each pack of a step, without training
-    2. all updates of a step: their forward and backward passes"""
+    2. all updates of a step: their forward and backward passes, and the optimizer"""
     cfg, shape, length = case.cfg, case.models[name], prompt + response
     tokens = cfg.samples_per_step * length / case.world  # tokens that one rank trains on in a step
     packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
-    flop = forward_flops(case.params[name], shape.layers, shape.q, tokens, tokens * length)
-    forward = flop / (MFU * case.gpu.flops) / packs
+    flop = forward_flops(shape.layers * shape.layer, shape.layers, shape.q, tokens, tokens * length)
+    device, share = flop / (MFU * case.gpu.flops) / packs, kept.recompute / shape.layers
+    host = shape.layers * (LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0))
+    head = _head_seconds(case, shape, tokens * response / length / packs) if name == "policy" else (0, 0)
+    # A forward pass is a third of forward and backward pass, for the device and about for the host.
+    forward = max(device, host / 3) + head[0]
+    # A backward pass costs two forward passes, and one more in each recomputed layer.
+    backward = max(device * (2 + share), host * 2 / 3 + shape.layers * share * RECOMPUTE_HOST) + head[1]
     gather, *back, add_up = (_network(case, n) for n in _collectives(case, name, kept).values())
 
     # If a rank keeps all gathered weights, only the first forward pass of an update gathers them.
@@ -532,11 +617,55 @@ def _passes(case, name, kept, prompt, response):
         gathers = updates if kept.reshard is False else passes
         return [(gathers, forward, gather), (passes - gathers, forward, 0)]
 
-    # A backward pass costs two forward passes, and one more in each recomputed layer.
-    backward = forward * (2 + (kept.recompute or 0) / shape.layers)
     updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
+    optimizer = OPTIMIZER_HOST[case.shards > 1] * shape.layers
     return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
-                                (updates, backward, sum(back) + add_up)]
+                                (updates, backward, sum(back) + add_up), (updates, optimizer, 0)]
+
+
+def _head_seconds(case, shape, tokens):
+    """Returns the seconds of a forward and of a backward pass of the output layer, for `tokens` tokens. A
+    forward pass has one matrix product, a backward pass three: it computes the logits again."""
+    product = 2 * tokens * shape.hidden * shape.vocab / (MATMUL * case.gpu.flops)
+    forward, backward = (n * tokens * shape.vocab / (STREAM * case.gpu.hbm) for n in HEAD_BYTES)
+    # Each chunk reads and writes the fp32 gradient of the output layer's weight.
+    count = 4 * tokens * shape.vocab / case.chunk
+    backward += count * 8 * shape.vocab * shape.hidden / (STREAM * case.gpu.hbm)
+    return product + forward, 3 * product + backward
+
+
+def decode_seconds(case: Case, prompt: float, response: float) -> float:
+    """Returns the seconds in which an engine decodes the responses of a step.
+
+    prompt, response: mean lengths in tokens"""
+    cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
+    # To decode one token of each response in a batch, an engine reads the weights and the KV cache once. This
+    # costs the time for reading or the time for computing, whichever is longer.
+    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
+    read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
+    device = max(read / (BANDWIDTH * gpu.hbm), 2 * params * batch / (cfg.tp * MFU * gpu.flops))
+    # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
+    tokens = cfg.samples_per_step * cfg.tp / case.world * response
+    steps = tokens / batch
+    of_step, of_response = DECODE_HOST if case.engine_sleeps else (0.0, 0.0)
+    # The longest response alone needs max_response_len steps.
+    host = max(steps, cfg.max_response_len) * of_step + tokens * of_response
+    longest = cfg.max_response_len * case.engine_weights / (BANDWIDTH * gpu.hbm)
+    return max(steps * device, longest, host)
+
+
+def moved(case: Case) -> dict[str, float]:
+    """Returns a dict: phase -> seconds in which a rank copies state between host and device; {} if the state
+    stays on the device."""
+    if not case.offloads:
+        return {}
+    # A model moves with its optimizer's state, to the device and back.
+    seconds = {name: 2 * STATE_BYTES * n / case.shards / HOST_COPY for name, n in case.params.items()}
+    weights = 4 * case.params["policy"] / case.shards / HOST_COPY
+    seconds |= {"sync": weights, "old_logp": weights}
+    if case.cfg.has_ref:
+        seconds["ref"] = 4 * case.ref.policy_params / case.shards / HOST_COPY
+    return seconds
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -544,18 +673,11 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     phases. "only network" is the part of this sum during which no rank computes. case.gpu must have speeds.
 
     prompt, response: mean lengths in tokens"""
-    cfg, gpu, params = case.cfg, case.gpu, case.params["policy"]
-    flops, hbm = MFU * gpu.flops, BANDWIDTH * gpu.hbm
-    # To decode one token of each response in a batch, an engine reads the weights and the KV cache once. This
-    # costs the time for reading or the time for computing, whichever is longer.
-    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
-    read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
-    decode = max(read / hbm, 2 * params * batch / (cfg.tp * flops))
-    longest = cfg.max_response_len * case.engine_weights / hbm  # for the longest response alone
-    rollout = cfg.samples_per_step * cfg.tp / case.world / batch * response * decode
+    cfg, params = case.cfg, case.params["policy"]
     parts = {phase: [(1, 0, _network(case, n)) for n in sends.values()]
              for phase, sends in traffic(case).items() if phase not in case.models}
-    parts["rollout"] = [(1, max(rollout, longest), 0)]
+    parts["sync"].append((1, case.engine_weights / PUSH + WAKE * case.engine_sleeps, 0))
+    parts["rollout"] = [(1, decode_seconds(case, prompt, response), 0)]
     forward, updates = {}, {}  # name of a model -> the two results of `_passes`
     for name, kept in case.kept.items():
         forward[name], updates[name] = _passes(case, name, kept, prompt, response)
@@ -566,10 +688,20 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if "critic" in forward:
         parts["values"] = forward["critic"]
     parts |= updates
+    for phase, time in moved(case).items():
+        if phase in parts:
+            parts[phase] = [*parts[phase], (1, time, 0)]
     every = [part for found in parts.values() for part in found]
     alone = sum(count * max(network - compute, 0) for count, compute, network in every)
     return {phase: _seconds(found) for phase, found in parts.items()} | {
         "step": _seconds(every), "only network": alone}
+
+
+def extra_seconds(case: Case) -> dict[str, float]:
+    """Returns the seconds that a run takes besides its steps: of the start, and those that the first step
+    takes longer because it pins host memory."""
+    read = case.number * sum(case.params.values()) / case.shards / LOAD
+    return {"start": START + read, "first step, longer by": case.state / PIN if case.offloads else 0.0}
 
 
 # --- does it fit?
@@ -604,7 +736,7 @@ def remedy(case: Case) -> str:
     cfg, node = case.cfg, case.local
     if case.gpu and case.world <= node:  # a run on one machine, which is assumed to have at least NODE GPUs
         node = max(node, NODE)
-    free = {"recompute": "auto", "offload": True, "pack_len": cfg.model_len, "shard_ranks": "auto"}
+    free = {"recompute": "auto", "offload": "on", "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
     single = [*free.items(), *(("engine_share", share) for share in shares)]
     single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
@@ -616,7 +748,7 @@ def remedy(case: Case) -> str:
             if shortage(replace(case, world=ranks, local=local, cfg=replace(cfg, **change))):
                 continue
             words = [f"{ranks} ranks, {local} a machine,"] if ranks > case.world else []
-            words += [f"--{flag} {value}".removesuffix(" True") for flag, value in change.items()
+            words += [f"--{flag} {value}" for flag, value in change.items()
                       if getattr(cfg, flag) != value]
             return " ".join(words).rstrip(",")
     return "a smaller --model, or devices with more memory"
@@ -662,6 +794,7 @@ def plan_of(case: Case) -> Plan:
         times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
                  "full length": seconds(case, *case.longest)}
         for phases in times.values():
+            phases |= extra_seconds(case)
             phases |= {f"{n:,} steps, hours": n * phases["step"] / 3600 for n in (1000, steps)}
         plan["estimated seconds"] = _columns(times)
         plan["a rank sends, GiB"] = {
@@ -671,11 +804,11 @@ def plan_of(case: Case) -> Plan:
 
 
 def _model_rows(case, name):
-    cfg, updates, (whole, reshard) = case.cfg, getattr(case.cfg, f"{name}_updates"), case.kept[name]
+    cfg, updates, (recompute, reshard) = case.cfg, getattr(case.cfg, f"{name}_updates"), case.kept[name]
     steps = case.steps - cfg.freeze_policy_steps if name == "policy" else case.steps
     return {"parameters": case.params[name], "updates": steps * cfg.passes_per_step * updates,
             "samples an update": cfg.samples_per_step / updates,
-            "layers recomputed": "none" if whole is None else whole,
+            "layers recomputed": recompute or "none",
             "weights kept gathered": "none" if reshard is True else f"1/{reshard}" if reshard else "all"}
 
 

@@ -69,9 +69,9 @@ def measure(name: str, recompute: str) -> list[dict]:
     (device, gib), preset, size, world, segment = CASES[name]
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
     # The worst case for memory is a short prompt that several responses share: attention copies the queries,
-    # keys and values, and computing a short prompt only once saves little.
-    options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2, prompt=8,
-                   recompute=recompute, shard_ranks=0)
+    # keys and values, and computing a short prompt only once saves little. It must save data.LEAST_SHARED.
+    options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2,
+                   prompt=segment // 11, recompute=recompute, shard_ranks=0)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
     command = [sys.executable, "-m", "bench.nullgpu.trainer", *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -20,12 +20,15 @@ Some of the fields:
     h2d, d2h         number of copies from host to device, and back
     pageable         bytes copied from or to host memory that is not pinned
     waits            how often the host waited for the device
+    host_s           CPU seconds of the process. With --plain 1, without the cost of counting `pageable`
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import time
@@ -118,7 +121,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
         module = kind(config)
     case = case_of(args, cfg, world)
     module = dist.shard(module, dist.mesh(world, case.shards), world.dtype, **case.kept[name]._asdict())
-    module.to_empty(device="cpu" if cfg.offload else world.device)
+    module.to_empty(device="cpu" if case.offloads else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # to_empty() has erased its values
@@ -158,7 +161,7 @@ class Phases:
     def begin(self) -> None:
         torch.cuda.reset_peak_memory_stats()
         nullgpu.reset()
-        self.start = time.perf_counter()
+        self.start = time.process_time()
 
     def end(self, name: str) -> None:
         torch.cuda.synchronize()
@@ -176,7 +179,7 @@ class Phases:
              **copies, "gemm_tflop": round(seen["tflop"], 1), "launches": seen["launch"], **kernels,
              "waits": waits,
              "collectives": sum(n for k, n in calls.items() if not k.endswith("_bytes")),
-             "out_of_memory": seen["oom"], "host_s": round(time.perf_counter() - self.start, 2)})
+             "out_of_memory": seen["oom"], "host_s": round(time.process_time() - self.start, 3)})
         self.begin()
 
 
@@ -188,26 +191,26 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
     phases.end("sync")
 
 
-def run_updates(role: train.Role, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
+def run_updates(role: train.Role, i: int, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
+    """Runs a step's updates of a role. i: number of the step"""
     count = args.updates if role.name == "critic" else 1
     log = MagicMock(alarm=lambda text, *_: say({"alarm": text}))
     cfg = dataclasses.replace(cfg, **{f"{role.name}_updates": count})
     loss = {"policy": train.policy_pack_loss, "critic": train.critic_pack_loss}[role.name]
-    for i in range(2):
-        HOST.clear()
-        packs = [[make_pack(args, cfg, world.device, 10 * u + k) for k in range(args.packs)]
-                 for u in range(count)]
-        torch.cuda.empty_cache()
-        phases.begin()
-        with train.resident(role, world), dist.deterministic(cfg.deterministic):
-            phases.end(f"{role.name} on[{i}]")
-            if role.name == "critic":
-                packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
-                phases.end(f"values[{i}]")
-            train.train_role(role, loss, packs, 0, cfg, Meter(world.device), log)
-            phases.end(f"{role.name}[{i}]")
-        phases.end(f"{role.name} off[{i}]")
+    HOST.clear()
+    packs = [[make_pack(args, cfg, world.device, 10 * u + k) for k in range(args.packs)]
+             for u in range(count)]
+    torch.cuda.empty_cache()
+    phases.begin()
+    with train.resident(role, world), dist.deterministic(cfg.deterministic):
+        phases.end(f"{role.name} on[{i}]")
+        if role.name == "critic":
+            packs = train.estimate_advantages(role, packs, cfg, Meter(world.device))
+            phases.end(f"values[{i}]")
+        train.train_role(role, loss, packs, 0, cfg, Meter(world.device), log)
+        phases.end(f"{role.name}[{i}]")
+    phases.end(f"{role.name} off[{i}]")
 
 
 def parse() -> tuple[argparse.Namespace, configs.Config]:
@@ -215,7 +218,7 @@ def parse() -> tuple[argparse.Namespace, configs.Config]:
     parser.add_argument("--preset", default="orz-7b")
     parser.add_argument("--size", default="7b", help="a shape that bench/shape.py knows")
     for name, value in dict(layers=0, world=32, packs=1, updates=2, segment=2048, prompt=192,
-                            group=1).items():
+                            group=1, plain=0).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     args, flags = parser.parse_known_args()
     production = args.world == 32 and args.preset.startswith("orz")
@@ -236,19 +239,20 @@ def main() -> None:
     dtype = torch.float32 if cfg.dtype == "float32" else torch.bfloat16
     world = dist.World(0, args.world, torch.device("cuda", 0), dtype)
     config, case = config_of(args.size, args.layers), case_of(args, cfg, world)
+    cfg = case.cfg  # with the plan's choices
     phases = Phases(planned(case), pageable := Pageable())
     say({"bench": "nullgpu-trainer", "torch": torch.__version__, "device": torch.cuda.get_device_name(),
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
-         "pack_len": cfg.pack_len, "params": case.params,
+         "pack_len": case.cfg.pack_len, "offload": case.cfg.offload, "params": case.params,
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""), "shards": case.shards,
          "recompute": {name: kept.recompute for name, kept in case.kept.items()},
          "reshard": {name: kept.reshard for name, kept in case.kept.items()}})
     policy = make_role("policy", config, args, cfg, world)
     roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
-    with pageable:
+    with contextlib.nullcontext() if args.plain else pageable:
+        for i, role in itertools.product(range(2), reversed(roles)):
+            run_updates(role, i, args, cfg, world, phases)
         run_sync(policy, world, phases)
-        for role in reversed(roles):
-            run_updates(role, args, cfg, world, phases)
     nullgpu.quit()
 
 
