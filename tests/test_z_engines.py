@@ -19,6 +19,7 @@ import model
 import rollout
 import train
 from configs import PRESETS, UserError
+from engine import may_stop
 from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
 from log import read_metrics
@@ -232,8 +233,8 @@ def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, mon
     with monkeypatch.context() as patch:
         patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
         if is_torch:
-            may_stop = torch_engine._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
-            patch.setattr(engine, "may_stop", torch.tensor(may_stop))
+            table = may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
+            patch.setattr(engine, "may_stop", torch.tensor(table))
         short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
     assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
     token = int(s.ids[6])
