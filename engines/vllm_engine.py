@@ -3,19 +3,33 @@
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
 and no KV cache. `load` allocates the KV cache last, to keep the peak memory low.
 
+`generate` reads the outputs of vLLM's core, because vLLM's own output processor takes twice as long for 256
+responses. So torz itself looks for stop strings. It ends a response in vLLM with an abort.
+
 Only tested versions of vLLM are accepted. Other versions may not restore the whole engine after sleep: vLLM
 0.26 loses a part of its state."""
 
 import os
 import warnings
+from array import array
 
 import numpy as np
 import torch
 
 from configs import explained, require
-from engine import Engine
+from engine import Engine, first_stop, may_stop
 
 VERSIONS = ("0.32", "0.33")
+
+
+class Response:
+    """A response that vLLM is sampling. In arrays a token takes 8 bytes, in lists 40."""
+
+    def __init__(self, key):
+        self.key = key  # (prompt_id, sample_id)
+        self.ids = array("i")
+        self.logp = array("f")
+        self.stopped = False  # whether EOS or a stop string has ended it
 
 
 class VLLMEngine(Engine):
@@ -26,6 +40,7 @@ class VLLMEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
+        self.running = {}  # vLLM's request id -> Response
         LLM = _import_vllm()
         # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
         # a seed (vLLM 0.32).
@@ -61,56 +76,80 @@ class VLLMEngine(Engine):
     def unload(self):
         """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep, so
         `sleep` is not called."""
-        engine = self.llm.llm_engine
-        if engine.has_unfinished_requests():
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        if not engine.is_sleeping():
+        self._abort()
+        if not self.llm.llm_engine.is_sleeping():
             self.llm.sleep(level=2)
-            assert engine.is_sleeping(), "vLLM did not fall asleep"
+            assert self.llm.llm_engine.is_sleeping(), "vLLM did not fall asleep"
+
+    def _abort(self):
+        self.llm.llm_engine.engine_core.abort_requests(list(self.running))
+        self.running.clear()
 
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
         """All ranks of an engine must give vLLM the same requests in the same order. So each rank queues the
         requests of all ranks of its engine, but yields only the responses to the rank's own `requests`."""
         self.check(version)
+        self._abort()  # an earlier call may not have been read to its end
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
-        key_of = self._enqueue(queued, temperature, key, top_p)
-        for output in self._finished(version):
-            k = key_of[output.request_id]
-            if k in requests:
-                response = output.outputs[0]
-                # _enqueue sets logprobs=0: vLLM then returns only the log-probs of the sampled tokens.
-                assert response.logprobs.token_ids == list(response.token_ids)
-                ids = np.array(response.token_ids, dtype=np.int32)
-                logp = np.array(response.logprobs.logprobs, dtype=np.float32)
-                yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
+        self._enqueue(queued, temperature, key, top_p)
+        self.enders = may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)
+        while self.running:
+            with self.engine_errors(f"to sample with the weights of step {version}"):
+                ended = self._step()
+            for r in ended:
+                if r.key in requests:
+                    yield self.sample(r.key, requests[r.key], np.array(r.ids), np.array(r.logp), r.stopped)
 
     def _enqueue(self, queued, temperature, key, top_p):
-        """Queue requests, longest prompts first. Returns a dict: vLLM's request id -> k, which is (prompt_id,
-        sample_id).
+        """Queue requests, longest prompts first, and add their responses to `running`.
 
-        queued: k -> (prompt tokens, largest number of response tokens)"""
+        queued: (prompt_id, sample_id) -> (prompt tokens, largest number of response tokens)"""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
+        # logprobs=0: vLLM returns only the log-prob of the sampled token
         params = [SamplingParams(
             temperature=temperature, top_p=top_p, max_tokens=queued[k][1],
             seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]), logprobs=0,
-            stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
-            skip_special_tokens=False) for k in order]
+            stop_token_ids=sorted(self.eos), detokenize=False) for k in order]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # `enqueue` of vLLM returns "ID-UUID", but the request_id of an output is "ID".
-        return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
-
-    def _finished(self, version):
-        """Yields vLLM's output of each response that ends. Raises RuntimeError if vLLM fails."""
+        self.running = {i: Response(k) for i, k in zip(ids, order, strict=True)}
         engine = self.llm.llm_engine
-        while engine.has_unfinished_requests():
-            with self.engine_errors(f"to sample with the weights of step {version}"):
-                outputs = engine.step()
-            yield from (output for output in outputs if output.finished)
+        engine.output_processor.abort_requests(ids, internal=True)  # only vLLM's core has the requests now
+        assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
+
+    def _step(self):
+        """Runs a step of vLLM. Returns the responses that ended in it."""
+        core = self.llm.llm_engine.engine_core
+        outputs = core.get_output().outputs
+        assert outputs or core.engine_core.scheduler.has_requests(), "vLLM ended requests without an output"
+        ended = {}
+        for output in outputs:
+            # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
+            # before it gets the abort.
+            response = self.running.get(output.request_id)
+            if response is not None and self._append(response, output):
+                ended[output.request_id] = self.running.pop(output.request_id)
+        core.abort_requests(list(ended))  # of the ended requests, vLLM still has those with a stop string
+        return ended.values()
+
+    def _append(self, response, output):
+        """Append an output of vLLM's core, which has one token. Returns whether the response has ended."""
+        reason, logprobs = output.finish_reason, output.new_logprobs
+        assert reason is None or str(reason) in ("stop", "length"), f"vLLM ended a response: {reason}"
+        (token,) = output.new_token_ids
+        assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
+        response.ids.append(token)
+        response.logp.append(logprobs.logprobs.item())
+        if self.enders[token]:
+            ids = np.array(response.ids)
+            response.stopped = first_stop(ids[:-1], ids[-1:], self.cfg.stop, self.tokenizer) > 0
+        if reason is not None and str(reason) == "stop":
+            response.stopped = True
+        return response.stopped or reason is not None
 
 
 def _import_vllm():
