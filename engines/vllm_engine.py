@@ -140,7 +140,8 @@ class VLLMEngine(Engine):
         """Append an output of vLLM's core, which has one token. Returns whether the response has ended."""
         reason, logprobs = output.finish_reason, output.new_logprobs
         assert reason is None or str(reason) in ("stop", "length"), f"vLLM ended a response: {reason}"
-        (token,) = output.new_token_ids
+        assert len(output.new_token_ids) == 1, "vLLM returned several tokens of a response at once"
+        token = output.new_token_ids[0]
         assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
         response.ids.append(token)
         response.logp.append(logprobs.logprobs.item())
