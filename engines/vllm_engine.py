@@ -16,10 +16,13 @@ from array import array
 import numpy as np
 import torch
 
+import dist
 from configs import explained, require
 from engine import Engine, first_stop, may_stop
 
 VERSIONS = ("0.32", "0.33")
+# CUDA graphs for decoding steps only. vLLM's default also captures graphs of steps that read prompts.
+GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class Response:
@@ -41,20 +44,24 @@ class VLLMEngine(Engine):
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
         self.running = {}  # vLLM's request id -> Response
-        LLM = _import_vllm()
+        with dist.starting("import_vllm"):
+            LLM = _import_vllm()
+            _import_model(self.config.architectures)
         # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
         # a seed (vLLM 0.32).
-        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
-                  if self.device.type == "cuda" else
-                  dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
-                       max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        with self.engine_errors("to start"), warnings.catch_warnings(action="ignore"):
+        options = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True,
+                        compilation_config=GRAPHS)
+                   if self.device.type == "cuda" else
+                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
+                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
+        with (dist.starting("engine"), self.engine_errors("to start"),
+              warnings.catch_warnings(action="ignore")):
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", use_tqdm_on_load=False, enable_prefix_caching=True,
-                disable_log_stats=True, **memory)
+                disable_log_stats=True, **options)
         self._sleep()
 
     def load(self, weights):
@@ -170,6 +177,16 @@ def _import_vllm():
             f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine "
             "torch")
     return LLM
+
+
+def _import_model(architectures):
+    """Import vLLM's model class in this process. Otherwise vLLM imports itself once more in a new process, to
+    look at the class; that takes 18 CPU seconds if vLLM's cache is empty."""
+    from vllm import ModelRegistry
+
+    for name in architectures or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _repack_tied_head(model):
