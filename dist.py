@@ -539,8 +539,7 @@ def starting(part: str) -> Iterator[None]:
 def start_line() -> str:
     """Returns a line with the seconds of the start's parts on this rank."""
     parts = {name.removeprefix("start/"): s for name, s in SECONDS.items() if name.startswith("start/")}
-    text = ", ".join(f"{part} {s:.0f}" for part, s in parts.items())
-    return f"started in {sum(parts.values()):.0f} s: {text}"
+    return f"started in {sum(parts.values()):.0f} s: " + ", ".join(f"{k} {s:.0f}" for k, s in parts.items())
 
 
 # --- stopping on a signal

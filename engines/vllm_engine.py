@@ -21,18 +21,8 @@ from configs import explained, require
 from engine import Engine, first_stop, may_stop
 
 VERSIONS = ("0.32", "0.33")
-# CUDA graphs for decoding steps only. vLLM's default also captures graphs of steps that read prompts.
+# CUDA graphs for decoding only. vLLM's default also captures graphs of steps that read prompts.
 GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
-
-
-class Response:
-    """A response that vLLM is sampling. In arrays a token takes 8 bytes, in lists 40."""
-
-    def __init__(self, key):
-        self.key = key  # (prompt_id, sample_id)
-        self.ids = array("i")
-        self.logp = array("f")
-        self.stopped = False  # whether EOS or a stop string has ended it
 
 
 class VLLMEngine(Engine):
@@ -43,7 +33,8 @@ class VLLMEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
-        self.running = {}  # vLLM's request id -> Response
+        # vLLM's request id -> (key, tokens, log-probs). In an array a token takes 4 bytes, in a list 32.
+        self.running = {}
         with dist.starting("import_vllm"):
             LLM = _import_vllm()
             _import_model(self.config.architectures)
@@ -105,9 +96,9 @@ class VLLMEngine(Engine):
         while self.running:
             with self.engine_errors(f"to sample with the weights of step {version}"):
                 ended = self._step()
-            for r in ended:
-                if r.key in requests:
-                    yield self.sample(r.key, requests[r.key], np.array(r.ids), np.array(r.logp), r.stopped)
+            for k, ids, logp, stopped in ended:
+                if k in requests:
+                    yield self.sample(k, requests[k], np.array(ids), np.array(logp), stopped)
 
     def _enqueue(self, queued, temperature, key, top_p):
         """Queue requests, longest prompts first, and add their responses to `running`.
@@ -123,13 +114,14 @@ class VLLMEngine(Engine):
             stop_token_ids=sorted(self.eos), detokenize=False) for k in order]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        self.running = {i: Response(k) for i, k in zip(ids, order, strict=True)}
+        self.running = {i: (k, array("i"), array("f")) for i, k in zip(ids, order, strict=True)}
         engine = self.llm.llm_engine
         engine.output_processor.abort_requests(ids, internal=True)  # only vLLM's core has the requests now
         assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
 
     def _step(self):
-        """Runs a step of vLLM. Returns the responses that ended in it."""
+        """Runs a step of vLLM. Returns the responses that ended: (key, tokens, log-probs, whether EOS or a stop
+        string ended it). The asserts check what this method relies on in vLLM's core."""
         core = self.llm.llm_engine.engine_core
         outputs = core.get_output().outputs
         assert outputs or core.engine_core.scheduler.has_requests(), "vLLM ended requests without an output"
@@ -137,27 +129,25 @@ class VLLMEngine(Engine):
         for output in outputs:
             # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
             # before it gets the abort.
-            response = self.running.get(output.request_id)
-            if response is not None and self._append(response, output):
-                ended[output.request_id] = self.running.pop(output.request_id)
+            if output.request_id not in self.running:
+                continue
+            key, ids, logp = self.running[output.request_id]
+            reason = str(output.finish_reason)
+            assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
+            assert len(output.new_token_ids) == 1, "vLLM returned several tokens of a response at once"
+            token, logprobs = output.new_token_ids[0], output.new_logprobs
+            assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
+            ids.append(token)
+            logp.append(logprobs.logprobs.item())
+            stopped = reason == "stop"
+            if self.enders[token]:
+                before, last = np.array(ids[:-1]), np.array(ids[-1:])
+                stopped |= first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+            if stopped or reason == "length":
+                ended[output.request_id] = key, ids, logp, stopped
+                del self.running[output.request_id]
         core.abort_requests(list(ended))  # of the ended requests, vLLM still has those with a stop string
         return ended.values()
-
-    def _append(self, response, output):
-        """Append an output of vLLM's core, which has one token. Returns whether the response has ended."""
-        reason, logprobs = output.finish_reason, output.new_logprobs
-        assert reason is None or str(reason) in ("stop", "length"), f"vLLM ended a response: {reason}"
-        assert len(output.new_token_ids) == 1, "vLLM returned several tokens of a response at once"
-        token = output.new_token_ids[0]
-        assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
-        response.ids.append(token)
-        response.logp.append(logprobs.logprobs.item())
-        if self.enders[token]:
-            ids = np.array(response.ids)
-            response.stopped = first_stop(ids[:-1], ids[-1:], self.cfg.stop, self.tokenizer) > 0
-        if reason is not None and str(reason) == "stop":
-            response.stopped = True
-        return response.stopped or reason is not None
 
 
 def _import_vllm():
@@ -180,8 +170,8 @@ def _import_vllm():
 
 
 def _import_model(architectures):
-    """Import vLLM's model class in this process. Otherwise vLLM imports itself once more in a new process, to
-    look at the class; that takes 18 CPU seconds if vLLM's cache is empty."""
+    """Import vLLM's model class here. Otherwise, if vLLM's cache is empty, vLLM looks at the class in a new
+    process, which must import all of vLLM again."""
     from vllm import ModelRegistry
 
     for name in architectures or ():

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -556,8 +557,12 @@ def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, 
         train.main(grpo_run(base, tmp_path / str(check), selfcheck=check))
         output = capsys.readouterr().out
         assert check == ("self-check: engine and trainer agree to" in output)
+        started = re.search(r"^started in \d+ s: .*data \d+, models \d+(.*)$", output, re.M)
+        assert started[1].startswith(", selfcheck ") == check
     checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
     assert maths(checked) == maths(unchecked) and len(checked) == 2
+    assert {f"time/start/{part}" for part in ("data", "models", "selfcheck")} <= checked[0].keys()
+    assert not any("/start/" in key for key in checked[1])
     for row in checked:
         assert 0 < row["mem/trainer_gb"] < row["mem/awake_gb"] + 0.1
         assert {"mem/asleep_gb", "mem/residual_gb"} < set(row)
