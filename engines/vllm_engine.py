@@ -120,8 +120,8 @@ class VLLMEngine(Engine):
         assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
 
     def _step(self):
-        """Runs a step of vLLM. Returns the responses that ended: (key, tokens, log-probs, whether EOS or a stop
-        string ended it). The asserts check what this method relies on in vLLM's core."""
+        """Runs a step of vLLM. Returns the responses that ended: (key, tokens, log-probs, whether EOS or a
+        stop string ended it). The asserts check what this method relies on in vLLM's core."""
         core = self.llm.llm_engine.engine_core
         outputs = core.get_output().outputs
         assert outputs or core.engine_core.scheduler.has_requests(), "vLLM ended requests without an output"
