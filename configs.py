@@ -16,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import inspect
 import io
@@ -753,10 +754,14 @@ def set_allocator() -> None:
     torch is imported.
 
     Big blocks of pinned host memory are not cached, because torch 2.13 would reuse them without checking
-    their size (PyTorch pull request 192722)."""
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = (
-            "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1")
+    their size (PyTorch pull request 192722). torch 2.11 does not start with these options."""
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    options = "expandable_segments:True"
+    major, minor, *_ = importlib.metadata.version("torch").split(".")
+    if (int(major), int(minor)) >= (2, 13):
+        options += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+    os.environ["PYTORCH_ALLOC_CONF"] = options
 
 
 def check_model(path: str) -> None:

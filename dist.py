@@ -581,6 +581,22 @@ def phase_seconds() -> dict[str, float]:
     return seconds
 
 
+@contextlib.contextmanager
+def starting(part: str) -> Iterator[None]:
+    """Context manager and decorator. Adds the seconds of a part of the start to SECONDS, with no limit."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        SECONDS[f"start/{part}"] += time.perf_counter() - start
+
+
+def start_line() -> str:
+    """Returns a line with the seconds of the start's parts on this rank."""
+    parts = {name.removeprefix("start/"): s for name, s in SECONDS.items() if name.startswith("start/")}
+    return f"started in {sum(parts.values()):.0f} s: " + ", ".join(f"{k} {s:.0f}" for k, s in parts.items())
+
+
 # --- stopping on a signal
 
 # [name, time] of the signal that requested a stop; empty: none

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import operator
 import os
 import resource
@@ -225,6 +226,27 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
              read_json(Path(path) / "generation_config.json").get("eos_token_id")]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     return {int(i) for ids in lists for i in ids if i is not None}
+
+
+@functools.cache
+def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarray:
+    """Returns (vocabulary,) bool: whether a token can complete a stop string, so that `first_stop` must be
+    called after it. For most tokens it is false. This saves most of the decoding to text, which is slow.
+
+    vocabulary: number of ids of the model, which may be more than the tokenizer's
+
+    A token completes a stop string if its text begins with an end of the string, or contains the string. Some
+    tokenizers remove a space at the start of a text. So both texts are compared without it: after a stop
+    string that ends in a space, every token may complete it. The text of a token that begins in the middle of
+    a character begins with U+FFFD. Such a token may complete any character."""
+    found = np.zeros(vocabulary, bool)
+    if not stop:
+        return found
+    ends = {s[i:].lstrip(" ") for s in stop for i in range(len(s))}
+    begins = "\N{REPLACEMENT CHARACTER}", *ends
+    for token, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])[:vocabulary]):
+        found[token] = text.lstrip(" ").startswith(begins) or any(s in text for s in stop)
+    return found
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:

@@ -52,6 +52,7 @@ if __name__ == "__main__":  # before the slow `import torch`: --help and wrong f
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
+BEGIN = time.perf_counter()
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,7 @@ from rollout import (
 )
 from tools import plan, report
 
+dist.SECONDS["start/imports"] = time.perf_counter() - BEGIN
 SAVED_PROMPTS = 8
 Minibatches = list[list[Pack]]  # one list of this rank's packs for each minibatch
 
@@ -323,13 +325,14 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
-    for line in filter(None, (agreement, taken)):
+    for line in filter(None, (agreement, taken, dist.start_line())):
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
                carried, solved, saver, log, lock)
 
 
+@dist.starting("data")
 def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
     """Returns the problems of --data, and the evaluation sets. Raises UserError if a file can't be used or a
     check fails."""
@@ -350,6 +353,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
     return problems, held_out
 
 
+@dist.starting("models")
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
     sharded."""

@@ -1,105 +1,126 @@
 #!/bin/sh
-# Tests on a GPU what a CPU can't test: that vLLM sleeps, wakes and takes new weights beside a trainer.
-# The model has the shape of Qwen2.5-0.5B and random weights. No network is needed.
+# Measures torz on one GPU, in parts. Each part has a time limit. No network is needed.
 #
-#   sh bench/gpu_proof.sh [smoke] [rollout] [train] [recompute] [resume]     # default: all, some minutes each
+#   sh bench/gpu_proof.sh [PART[:SECONDS] …]      # default: all parts with the limits below, half an hour in all
 #
-# recompute   measures seconds, MFU and memory of an update three times: with nothing recomputed, with all
-#             but products and attention recomputed, and with all layers recomputed
-# resume      makes two runs of four steps with the PyTorch engine; one is resumed after two steps. Compares
-#             their weights bit by bit.
+# PART          default limit and what it does
+# numerics      150  bf16 log-probs and gradients of packs, compared with those of transformers in fp32
+# demo-grpo     120  the demo with GRPO and vLLM
+# demo-ppo      120  the demo with PPO and vLLM
+# step-SIZE     150  six GRPO steps of 256 responses of 512 tokens; SIZE is 0.5b (default) or 1.5b
+# trl-SIZE      150  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
+# rollout        90  tokens a second of vLLM inside torz and alone; 512 responses of 512 tokens
+# train-HOW      40  seconds, MFU and memory of an update of 0.5B; HOW is what it recomputes: none, 0 or 999
+# 7b-HOW         60  the same for four layers of 7B
+# resume        150  two runs of the demo on the PyTorch engine, one of them resumed; compares weights bit by bit
+#
+# Every part writes RESULTS/PART.log while it runs. Its JSON lines, or a run's metrics, are in RESULTS/PART.jsonl.
+# A run's checkpoints are deleted after its part. WORK never holds more than 40 GB.
+# Run nothing else on the GPU: vLLM does not start if another process frees device memory meanwhile.
 #
 # PYTHON     the interpreter that has torch (default python3)
 # VLLM_SITE  a folder of unpacked packages with vllm, if the interpreter has no vllm of its own
-# SMOKE      a script that tests sleep and wake of vllm alone. It runs first, without and with --compile.
-#            The last line of its output must be JSON.
-# WORK       scratch for the model and the run, 25 GB (default: a new temporary folder, removed at the end)
-# RESULTS    the folder of the JSON lines (default bench/results/DEVICE)
+# BASE       the demo's base model (default: tools.tiny trains it, one minute)
+# WORK       scratch folder (default: a new temporary folder, removed at the end)
+# RESULTS    folder of the results (default bench/results/DEVICE)
 #
-# The exit status is 0 only if all that ran was as it must be.
-set -eu
-cd "$(dirname "$0")/.."
+# The exit status is 0 only if all parts ended with status 0 within their limits.
+set -u
+cd "$(dirname "$0")/.." || exit 2
 PYTHON=${PYTHON:-python3}
 if [ -n "${VLLM_SITE:-}" ]; then
     [ -d "$VLLM_SITE/vllm" ] || { echo "gpu_proof.sh: no vllm in VLLM_SITE=$VLLM_SITE; needed: the folder that has vllm/" >&2; exit 2; }
     export PYTHONPATH="$VLLM_SITE${PYTHONPATH:+:$PYTHONPATH}"
     export VLLM_USE_FLASHINFER_SAMPLER="${VLLM_USE_FLASHINFER_SAMPLER:-0}" # no flashinfer there
 fi
-export TORZ_ANY_VLLM=1 # allows vLLM 0.26 too, which loses the memory tagged kv_cache while it sleeps
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-parts=${*:-smoke rollout train recompute resume}
-device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
-    echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
-results=${RESULTS:-bench/results/$device}
-mkdir -p "$results"
 if [ -z "${WORK:-}" ]; then
     WORK=$(mktemp -d)
     trap 'rm -rf "$WORK"' EXIT
 fi
-[ -f "$WORK/model/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/model" --size 0.5b
-failed=
-for part in $parts; do
-    echo "--- $part" >&2
-    case $part in
-    smoke)
-        : > "$results/smoke.jsonl"
-        if [ -n "${SMOKE:-}" ]; then
-            for how in "" --compile; do
-                # shellcheck disable=SC2086
-                "$PYTHON" "$SMOKE" $how > "$WORK/smoke.out" || failed="$failed smoke$how"
-                tail -n 1 "$WORK/smoke.out" | tee -a "$results/smoke.jsonl"
-            done
-        fi
-        [ -f "$WORK/tiny/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/tiny" --size tiny
-        "$PYTHON" -m bench.rollout --model "$WORK/tiny" --engine vllm --tokens 64 --rounds 3 > "$WORK/tiny.out" || failed="$failed smoke"
-        tee -a "$results/smoke.jsonl" < "$WORK/tiny.out"
+mkdir -p "$WORK"
+export TORZ_ANY_VLLM=1 # allows vLLM 0.26 too, which loses the memory tagged kv_cache while it sleeps
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$WORK/vllm}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$WORK/triton}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$WORK/inductor}"
+model() { # SIZE: the folder of a model of this size with random weights
+    [ -f "$WORK/$1/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/$1" --size "$1" > /dev/null || exit 2
+}
+
+base() { # the demo's base model
+    BASE=${BASE:-$WORK/base}
+    [ -f "$BASE/train.jsonl" ] || "$PYTHON" -m tools.tiny "$BASE" > /dev/null || exit 2
+}
+
+demo() { # PRESET and flags: a run of the demo
+    preset=$1
+    shift
+    "$PYTHON" train.py "$preset" --model "$BASE" --data "$BASE/train.jsonl" --eval_data "$BASE/heldout.jsonl" --engine_share 0.3 --go "$@"
+}
+
+resume() {
+    set -- --engine torch --deterministic --steps 8 --save_every 4 --eval_every 0
+    demo tiny-ppo "$@" --out "$WORK/whole" &&
+        demo tiny-ppo "$@" --resume "$WORK/whole/ckpt/step_000004" --out "$WORK/resumed" || return
+    same=true
+    cmp "$WORK/whole/export/policy/model.safetensors" "$WORK/resumed/export/policy/model.safetensors" || same=false
+    echo "{\"bench\": \"resume\", \"bit_identical\": $same}"
+    $same
+}
+
+run_part() { # PART, without a limit
+    name=${1%%-*} how=${1#*-}
+    [ "$how" != "$1" ] || how=
+    case $name in
+    numerics) "$PYTHON" -m bench.numerics ;;
+    demo) demo "tiny-$how" --out "$WORK/$1" ;;
+    step)
+        "$PYTHON" train.py orz-7b-grpo --model "$WORK/${how:-0.5b}" --data "$WORK/${how:-0.5b}/train.jsonl" --template plain \
+            --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64 --max_response_len 512 --max_model_len 0 --pack_len 16384 \
+            --policy_updates 1 --eval_every 0 --save_every 0 --stop --engine_share 0.4 --max_num_seqs 256 --steps 6 \
+            --reward bench/trl_side.py:digits --go --out "$WORK/$1" &&
+            "$PYTHON" -m bench.verdict "$WORK/$1/metrics.jsonl" --steps 6
         ;;
-    rollout)
-        "$PYTHON" -m bench.rollout --model "$WORK/model" --engine vllm --prompts 64 --samples 8 --tokens 512 > "$WORK/rollout.out" ||
-            failed="$failed rollout"
-        tee "$results/rollout.jsonl" < "$WORK/rollout.out"
-        ;;
-    train)
-        rm -rf "$WORK/run"
-        "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
-            --data "$WORK/model/train.jsonl" --steps 20 --prompts_per_step 16 --samples_per_prompt 8 --max_prompt_len 1024 \
-            --max_response_len 512 --max_model_len 0 --save_every 0 --go --out "$WORK/run" > "$WORK/train.out" 2>&1 ||
-            failed="$failed train"
-        tail -n 40 "$WORK/train.out"
-        if [ -f "$WORK/run/metrics.jsonl" ]; then
-            cp "$WORK/run/metrics.jsonl" "$results/train.jsonl"
-            grep 'self-check' "$WORK/train.out" > "$results/train-selfcheck.txt" || true
-        fi
-        "$PYTHON" -m bench.verdict "$results/train.jsonl" --steps 20 > "$WORK/verdict.out" || failed="$failed verdict"
-        tee "$results/verdict.jsonl" < "$WORK/verdict.out"
-        ;;
-    recompute)
-        : > "$results/recompute.jsonl"
-        for how in none 0 999; do
-            "$PYTHON" -m bench.train --size 0.5b --pack 16384 --segment 1024 --recompute "$how" > "$WORK/recompute.out" ||
-                failed="$failed recompute-$how"
-            tee -a "$results/recompute.jsonl" < "$WORK/recompute.out"
-        done
-        ;;
-    resume)
-        rm -rf "$WORK/whole" "$WORK/resumed"
-        four_steps() {
-            "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 train.py orz-0.5b-1gpu --model "$WORK/model" \
-                --data "$WORK/model/train.jsonl" --steps 4 --prompts_per_step 8 --samples_per_prompt 4 --max_prompt_len 1024 \
-                --max_response_len 64 --max_model_len 0 --engine torch --save_every 2 --keep 3 --go --deterministic "$@" >> "$WORK/resume.out" 2>&1
-        }
-        : > "$WORK/resume.out"
-        four_steps --out "$WORK/whole" && four_steps --resume "$WORK/whole/ckpt/step_000002" --out "$WORK/resumed" ||
-            { failed="$failed resume"; tail -n 20 "$WORK/resume.out"; }
-        same=true
-        cmp "$WORK/whole/export/policy/model.safetensors" "$WORK/resumed/export/policy/model.safetensors" ||
-            { same=false; failed="$failed resume-differs"; }
-        echo "{\"bench\": \"resume\", \"bit_identical\": $same}" | tee "$results/resume.jsonl"
-        ;;
-    *)
-        echo "gpu_proof.sh: no part $part; needed: smoke, rollout, train, recompute, resume, or nothing for all" >&2
-        exit 2
-        ;;
+    trl) "$PYTHON" bench/trl_side.py "$WORK/${how:-0.5b}" --steps 4 ;;
+    rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine vllm --prompts 64 --tokens 512 --rounds 2 ;;
+    train) "$PYTHON" -m bench.train --size 0.5b --pack 16384 --segment 1024 --rounds 3 --recompute "${how:-none}" ;;
+    7b) "$PYTHON" -m bench.train --size 7b --layers 4 --pack 16384 --segment 4096 --rounds 3 --recompute "${how:-none}" ;;
+    resume) resume ;;
     esac
+}
+
+if [ "${1:-}" = --one ]; then # below, this script calls itself, so that `timeout` can stop a part
+    run_part "$2"
+    exit
+fi
+device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))') || {
+    echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
+results=${RESULTS:-bench/results/$device}
+mkdir -p "$results"
+[ $# -gt 0 ] || set -- step trl train-none train-0 train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-0 rollout step-1.5b trl-1.5b
+failed=
+for word in "$@"; do
+    part=${word%%:*}
+    case $part in
+    numerics) limit=150 ;;
+    demo-grpo | demo-ppo) limit=120; base ;;
+    resume) limit=150; base ;;
+    step | trl | step-0.5b | trl-0.5b) limit=150; model 0.5b ;;
+    step-1.5b | trl-1.5b) limit=150; model 1.5b ;;
+    rollout) limit=90; model 0.5b ;;
+    train | train-*) limit=40 ;;
+    7b | 7b-*) limit=60 ;;
+    *) echo "gpu_proof.sh: no part $part; needed: a part of the list at the top of this file" >&2; exit 2 ;;
+    esac
+    [ "$word" = "$part" ] || limit=${word#*:}
+    begin=$(date +%s)
+    WORK="$WORK" BASE="${BASE:-}" timeout -s ABRT -k 5 "$limit" sh bench/gpu_proof.sh --one "$part" > "$results/$part.log" 2>&1
+    status=$?
+    echo "$part: status $status in $(($(date +%s) - begin)) s"
+    [ $status = 0 ] || failed="$failed $part"
+    grep '^{' "$results/$part.log" > "$results/$part.jsonl"
+    [ ! -f "$WORK/$part/metrics.jsonl" ] || cat "$WORK/$part/metrics.jsonl" >> "$results/$part.jsonl"
+    grep -E '^\{|^step ' "$results/$part.log" | tail -n 8 | cut -c 1-300
+    rm -rf "$WORK/$part/ckpt" "$WORK/$part/export" "$WORK/whole" "$WORK/resumed"
 done
 [ -z "$failed" ] || { echo "gpu_proof.sh: failed:$failed" >&2; exit 1; }

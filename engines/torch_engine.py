@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine import Engine, first_stop
+from engine import Engine, first_stop, may_stop
 from model import Policy, Segments, rms_norm
 
 
@@ -157,7 +157,7 @@ class TorchEngine(Engine):
         self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
         self.eos_tensor = self._tensor(sorted(self.eos))
-        self.may_stop = self._tensor(_may_stop(tokenizer, self.config.vocab_size, cfg.stop))
+        self.may_stop = self._tensor(may_stop(tokenizer, self.config.vocab_size, cfg.stop))
         self.ledger.end()
 
     def load(self, weights):
@@ -281,12 +281,3 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
-
-
-def _may_stop(tokenizer, vocabulary, stop):
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    texts += [""] * (vocabulary - len(tokenizer))  # the model may have more ids than the tokenizer
-    # A token may hold only the last bytes of a character. Its text then starts with U+FFFD, and the token may
-    # complete a stop string.
-    tails = ("\N{REPLACEMENT CHARACTER}", *(s[i:] for s in stop for i in range(len(s))))
-    return [any(s in text for s in stop) or text.startswith(tails) for text in texts[:vocabulary]]

@@ -3,19 +3,26 @@
 Awake, the engine uses --engine_share of the GPU's memory. Asleep (vLLM's sleep level 2), it has no weights
 and no KV cache. `load` allocates the KV cache last, to keep the peak memory low.
 
+`generate` reads the outputs of vLLM's core, because vLLM's own output processor takes twice as long for 256
+responses. So torz itself looks for stop strings. It ends a response in vLLM with an abort.
+
 Only tested versions of vLLM are accepted. Other versions may not restore the whole engine after sleep: vLLM
 0.26 loses a part of its state."""
 
 import os
 import warnings
+from array import array
 
 import numpy as np
 import torch
 
+import dist
 from configs import explained, require
-from engine import Engine
+from engine import Engine, first_stop, may_stop
 
 VERSIONS = ("0.32", "0.33")
+# CUDA graphs for decoding only. vLLM's default also captures graphs of steps that read prompts.
+GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 class VLLMEngine(Engine):
@@ -26,20 +33,26 @@ class VLLMEngine(Engine):
 
     def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
         super().__init__(path, tokenizer, cfg, device, dtype)
-        LLM = _import_vllm()
+        # vLLM's request id -> (key, tokens, log-probs). In an array a token takes 4 bytes, in a list 32.
+        self.running = {}
+        with dist.starting("import_vllm"):
+            LLM = _import_vllm()
+            _import_model(self.config.architectures)
         # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
         # a seed (vLLM 0.32).
-        memory = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True)
-                  if self.device.type == "cuda" else
-                  dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
-                       max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        with self.engine_errors("to start"), warnings.catch_warnings(action="ignore"):
+        options = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True,
+                        compilation_config=GRAPHS)
+                   if self.device.type == "cuda" else
+                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
+                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
+        with (dist.starting("engine"), self.engine_errors("to start"),
+              warnings.catch_warnings(action="ignore")):
             self.llm = LLM(
                 model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
                 load_format="dummy", use_tqdm_on_load=False, enable_prefix_caching=True,
-                disable_log_stats=True, **memory)
+                disable_log_stats=True, **options)
         self._sleep()
 
     def load(self, weights):
@@ -61,56 +74,80 @@ class VLLMEngine(Engine):
     def unload(self):
         """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep, so
         `sleep` is not called."""
-        engine = self.llm.llm_engine
-        if engine.has_unfinished_requests():
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        if not engine.is_sleeping():
+        self._abort()
+        if not self.llm.llm_engine.is_sleeping():
             self.llm.sleep(level=2)
-            assert engine.is_sleeping(), "vLLM did not fall asleep"
+            assert self.llm.llm_engine.is_sleeping(), "vLLM did not fall asleep"
+
+    def _abort(self):
+        self.llm.llm_engine.engine_core.abort_requests(list(self.running))
+        self.running.clear()
 
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
         """All ranks of an engine must give vLLM the same requests in the same order. So each rank queues the
         requests of all ranks of its engine, but yields only the responses to the rank's own `requests`."""
         self.check(version)
+        self._abort()  # an earlier call may not have been read to its end
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
-        key_of = self._enqueue(queued, temperature, key, top_p)
-        for output in self._finished(version):
-            k = key_of[output.request_id]
-            if k in requests:
-                response = output.outputs[0]
-                # _enqueue sets logprobs=0: vLLM then returns only the log-probs of the sampled tokens.
-                assert response.logprobs.token_ids == list(response.token_ids)
-                ids = np.array(response.token_ids, dtype=np.int32)
-                logp = np.array(response.logprobs.logprobs, dtype=np.float32)
-                yield self.sample(k, requests[k], ids, logp, response.finish_reason == "stop")
+        self._enqueue(queued, temperature, key, top_p)
+        self.enders = may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)
+        while self.running:
+            with self.engine_errors(f"to sample with the weights of step {version}"):
+                ended = self._step()
+            for k, ids, logp, stopped in ended:
+                if k in requests:
+                    yield self.sample(k, requests[k], np.array(ids), np.array(logp), stopped)
 
     def _enqueue(self, queued, temperature, key, top_p):
-        """Queue requests, longest prompts first. Returns a dict: vLLM's request id -> k, which is (prompt_id,
-        sample_id).
+        """Queue requests, longest prompts first, and add their responses to `running`.
 
-        queued: k -> (prompt tokens, largest number of response tokens)"""
+        queued: (prompt_id, sample_id) -> (prompt tokens, largest number of response tokens)"""
         from vllm import SamplingParams
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
+        # logprobs=0: vLLM returns only the log-prob of the sampled token
         params = [SamplingParams(
             temperature=temperature, top_p=top_p, max_tokens=queued[k][1],
             seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]), logprobs=0,
-            stop=list(self.cfg.stop), stop_token_ids=sorted(self.eos), flat_logprobs=True,
-            skip_special_tokens=False) for k in order]
+            stop_token_ids=sorted(self.eos), detokenize=False) for k in order]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        # `enqueue` of vLLM returns "ID-UUID", but the request_id of an output is "ID".
-        return {i.partition("-")[0]: k for i, k in zip(ids, order, strict=True)}
-
-    def _finished(self, version):
-        """Yields vLLM's output of each response that ends. Raises RuntimeError if vLLM fails."""
+        self.running = {i: (k, array("i"), array("f")) for i, k in zip(ids, order, strict=True)}
         engine = self.llm.llm_engine
-        while engine.has_unfinished_requests():
-            with self.engine_errors(f"to sample with the weights of step {version}"):
-                outputs = engine.step()
-            yield from (output for output in outputs if output.finished)
+        engine.output_processor.abort_requests(ids, internal=True)  # only vLLM's core has the requests now
+        assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
+
+    def _step(self):
+        """Runs a step of vLLM. Returns the responses that ended: (key, tokens, log-probs, whether EOS or a
+        stop string ended it). The asserts check what this method relies on in vLLM's core."""
+        core = self.llm.llm_engine.engine_core
+        outputs = core.get_output().outputs
+        assert outputs or core.engine_core.scheduler.has_requests(), "vLLM ended requests without an output"
+        ended = {}
+        for output in outputs:
+            # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
+            # before it gets the abort.
+            if output.request_id not in self.running:
+                continue
+            key, ids, logp = self.running[output.request_id]
+            reason = str(output.finish_reason)
+            assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
+            assert len(output.new_token_ids) == 1, "vLLM returned several tokens of a response at once"
+            token, logprobs = output.new_token_ids[0], output.new_logprobs
+            assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
+            ids.append(token)
+            logp.append(logprobs.logprobs.item())
+            stopped = reason == "stop"
+            if self.enders[token]:
+                before, last = np.array(ids[:-1]), np.array(ids[-1:])
+                stopped |= first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+            if stopped or reason == "length":
+                ended[output.request_id] = key, ids, logp, stopped
+                del self.running[output.request_id]
+        core.abort_requests(list(ended))  # of the ended requests, vLLM still has those with a stop string
+        return ended.values()
 
 
 def _import_vllm():
@@ -130,6 +167,16 @@ def _import_vllm():
             f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine "
             "torch")
     return LLM
+
+
+def _import_model(architectures):
+    """Import vLLM's model class here. Otherwise, if vLLM's cache is empty, vLLM looks at the class in a new
+    process, which must import all of vLLM again."""
+    from vllm import ModelRegistry
+
+    for name in architectures or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _repack_tied_head(model):

@@ -41,10 +41,9 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
         with dist.on_device(policy, None, world.device):
             return logprobs(policy, p, temperature)[0][p.mask]
 
-    with dist.phase("selfcheck"):
+    with dist.phase("start/selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
         results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
-    dist.phase_seconds()  # reset the timers for the first step
     for rank, (error, _) in enumerate(results):
         require(not error, f"self-check: on rank {rank}, {error}",
                 "a fix of the cause, or --no-selfcheck to train anyway")

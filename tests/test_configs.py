@@ -1,6 +1,7 @@
 """Tests of the command line: which value wins, and which values are allowed."""
 
 import dataclasses
+import importlib.metadata
 import math
 import os
 import re
@@ -67,6 +68,10 @@ def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):
         configs.set_allocator()
         ours = "expandable_segments:True,pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
         assert os.environ == (given or {names[0]: ours})
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.11.0+cu130")
+    configs.set_allocator()  # this version of torch does not know the other options
+    assert os.environ == {names[0]: "expandable_segments:True"}
 
 
 def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):

@@ -9,6 +9,8 @@ import pytest
 import ranks
 import torch
 from conftest import make_model, maths, run, run_ranks
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import ckpt
 import data
@@ -17,7 +19,7 @@ import model
 import rollout
 from configs import PRESETS
 from data import Problem
-from engine import first_stop
+from engine import first_stop, may_stop
 from engines.torch_engine import TorchEngine
 from log import read_metrics
 from rollout import moves
@@ -226,6 +228,40 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
         assert first_stop(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
         found += first > 0
     assert found > 300 and first_stop(before, after, (), tokenizer) == 0
+
+
+def small_tokenizers():
+    """Returns tokenizers whose tokens may be parts of characters: byte-level BPE as in Qwen, and metaspace
+    with bytes as in Llama 2, which removes the space at the start of a text."""
+    texts = ["Die Straße: né à Köln. User: 你好。 </answer>", "Human: ok. Assistant: é。 User: "] * 3
+    level = Tokenizer(models.BPE())
+    level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    level.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    level.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    vocab = {f"<0x{i:02X}>": i for i in range(256)}
+    vocab |= {piece: 256 + i for i, piece in enumerate("▁ : :▁ ▁e er r▁ é ▁: er:".split())}
+    meta = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    meta.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])
+    return [PreTrainedTokenizerFast(tokenizer_object=t) for t in (level, meta)]
+
+
+@pytest.mark.parametrize("stop", [("er:", "。"), ("r: ", "é"), (" e",), (": ",), ()])
+def test_a_token_after_which_a_response_stops_may_stop_it(stop):
+    rng = np.random.default_rng(0)
+    for tokenizer in small_tokenizers():
+        table = may_stop(tokenizer, len(tokenizer) + 9, stop)
+        whole = [i for i in range(len(tokenizer)) if set(tokenizer.decode([i])) <= set("er: é")]
+        pieces = [*whole, *tokenizer("é。").input_ids]
+        found = 0
+        for _ in range(400):
+            ids = rng.choice(pieces, 12)
+            for t in range(1, 12):
+                if first_stop(ids[:t], ids[t:t + 1], stop, tokenizer):
+                    assert table[ids[t]], tokenizer.decode(ids[:t + 1].tolist())
+                    found += 1
+        assert bool(found) == bool(stop) and not table[len(tokenizer):].any()
 
 
 def test_turns_and_rounds_go_together(tiny, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import model
 import rollout
 import train
 from configs import PRESETS, UserError
+from engine import may_stop
 from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
 from log import read_metrics
@@ -232,8 +234,8 @@ def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, mon
     with monkeypatch.context() as patch:
         patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
         if is_torch:
-            may_stop = torch_engine._may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
-            patch.setattr(engine, "may_stop", torch.tensor(may_stop))
+            table = may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
+            patch.setattr(engine, "may_stop", torch.tensor(table))
         short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
     assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
     token = int(s.ids[6])
@@ -244,6 +246,80 @@ def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, mon
     first = s.ids.tolist().index(token)
     assert short.stopped and short.ids.tolist() == s.ids.tolist()[:first + 1]
     assert short.text == engine.tokenizer.decode(s.ids.tolist()[:first])
+
+
+class ByteTokenizer:
+    """Decodes token i to the byte i % 6 of a text whose characters have 2, 3 and 1 bytes. So the tiny model's
+    responses often have these characters, and the stop strings below."""
+
+    text = "é→a".encode()
+
+    def __len__(self):
+        return 256
+
+    def decode(self, ids):
+        return bytes(self.text[i % 6] for i in ids).decode(errors="replace")
+
+    def batch_decode(self, rows):
+        return [self.decode(row) for row in rows]
+
+
+STOPS = ("éa", "→é", "aa")  # of 3, 5 and 2 tokens
+
+
+def ends_at_stop(s, tokenizer):
+    """Returns whether the response `s` ends with its first stop string."""
+    texts = [tokenizer.decode(s.ids.tolist()[:n]) for n in (len(s.ids) - 1, len(s.ids))]
+    return [any(stop in text for stop in STOPS) for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_vllms_responses_end_with_the_first_stop_string(vllm, policy, prompts, monkeypatch, ahead):
+    """With `ahead`, vLLM has sampled one more token when torz reads an output, as on a GPU (asynchronous
+    scheduling)."""
+    core, tokenizer = vllm.llm.llm_engine.engine_core, ByteTokenizer()
+    real, outputs = core.get_output, []
+
+    def two_steps():
+        both = real()
+        both.outputs += real().outputs
+        outputs.append(len(both.outputs))
+        return both
+
+    monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stop=()))
+    free = generate(vllm, policy, prompts, n=8)
+    monkeypatch.setattr(vllm, "tokenizer", tokenizer)
+    monkeypatch.setattr(vllm, "cfg", dataclasses.replace(vllm.cfg, stop=STOPS))
+    if ahead:
+        monkeypatch.setattr(core, "get_output", two_steps)
+    cut = generate(vllm, policy, prompts, n=8)
+    assert not core.engine_core.scheduler.has_unfinished_requests()
+    assert sorted(cut) == sorted(free) and (not ahead or max(outputs) > 40)
+    for k, s in cut.items():
+        assert s.ids.tolist() == free[k].ids.tolist()[:len(s.ids)] and len(s.logp) == len(s.ids)
+        assert np.abs(s.logp - free[k].logp[:len(s.ids)]).max() < 1e-4
+        at_stop = ends_at_stop(s, tokenizer)
+        assert at_stop or len(s.ids) == len(free[k].ids)
+        assert s.stopped == (at_stop or free[k].stopped)
+        assert not any(stop in tokenizer.decode(s.ids.tolist()[:-1]) for stop in STOPS)
+    assert sum(ends_at_stop(s, tokenizer) and len(s.ids) < len(free[k].ids) for k, s in cut.items()) > 9
+
+
+@pytest.mark.parametrize("round_len", [1, 2])
+def test_a_stop_string_that_begins_in_an_earlier_round_ends_vllms_response(vllm, policy, prompts, monkeypatch,
+                                                                           round_len):
+    """The engine gets the tokens of earlier rounds as a part of the prompt."""
+    cfg, tokenizer = dataclasses.replace(vllm.cfg, stop=STOPS, round_len=round_len), ByteTokenizer()
+    monkeypatch.setattr(vllm, "tokenizer", tokenizer)
+    monkeypatch.setattr(vllm, "cfg", cfg)
+    problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
+    with rollout.make_grader(cfg) as grader, vllm.awake(dist.full_weights(policy), version=3):
+        samples, _ = rollout.rollout(vllm, grader, problems, 8, 1.0, 24, (0, 1, 0), 3, carried=[])
+    assert len(samples) == 8 * len(prompts)
+    for s in samples:
+        assert s.stopped == (ends_at_stop(s, tokenizer) or int(s.ids[-1]) in vllm.eos)
+        assert not any(stop in tokenizer.decode(s.ids.tolist()[:-1]) for stop in STOPS)
+    assert sum(ends_at_stop(s, tokenizer) for s in samples) > 9
 
 
 def test_the_torch_engine_samples_from_the_softmax():
@@ -403,6 +479,39 @@ def test_abandoned_requests_are_aborted(engine, policy, prompts):
     check_logprobs(samples, policy, 1.0)
 
 
+def test_requests_that_nobody_reads_do_not_reach_the_next_call(engine, policy, prompts):
+    with engine.awake(dist.full_weights(policy), version=3):
+        next(iter(responses(engine, prompts, **OPTIONS | {"n": 4})))
+        samples = list(responses(engine, {1: prompts[1]}, **OPTIONS))
+    alone = generate(engine, policy, {1: prompts[1]})
+    assert [s.ids.tolist() for s in samples] == [s.ids.tolist() for s in alone.values()]
+
+
+@pytest.mark.parametrize("changes,words", [
+    ({"finish_reason": 3}, "vLLM ended a response: error"),
+    ({"new_token_ids": [1, 2]}, "several tokens of a response at once"),
+    ({"new_token_ids": [-1]}, "vLLM's log-prob is of another token"),
+    ({"request_id": "other"}, "vLLM ended requests without an output")])
+def test_an_unknown_output_of_vllms_core_is_one_error(vllm, policy, prompts, monkeypatch, changes, words):
+    from vllm.v1.engine import FinishReason
+
+    core = vllm.llm.llm_engine.engine_core
+    real = core.get_output
+
+    def changed():
+        outputs = real()
+        for output in outputs.outputs:
+            for name, value in changes.items():
+                setattr(output, name, FinishReason(value) if name == "finish_reason" else value)
+        return outputs
+
+    monkeypatch.setattr(core, "get_output", changed)
+    with pytest.raises(RuntimeError, match=f"failed to sample with the weights of step 3.*{words}"):
+        generate(vllm, policy, prompts)
+    monkeypatch.undo()
+    check_logprobs(generate(vllm, policy, prompts), policy, 1.0)
+
+
 def test_a_fault_while_sampling_is_one_clear_error(vllm, policy, prompts, monkeypatch):
     engine, steps = vllm.llm.llm_engine, []
     real = engine.model_executor.execute_model
@@ -448,8 +557,12 @@ def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, 
         train.main(grpo_run(base, tmp_path / str(check), selfcheck=check))
         output = capsys.readouterr().out
         assert check == ("self-check: engine and trainer agree to" in output)
+        started = re.search(r"^started in \d+ s: .*data \d+, models \d+(.*)$", output, re.M)
+        assert started[1].startswith(", selfcheck ") == check
     checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
     assert maths(checked) == maths(unchecked) and len(checked) == 2
+    assert {f"time/start/{part}" for part in ("data", "models", "selfcheck")} <= checked[0].keys()
+    assert not any("/start/" in key for key in checked[1])
     for row in checked:
         assert 0 < row["mem/trainer_gb"] < row["mem/awake_gb"] + 0.1
         assert {"mem/asleep_gb", "mem/residual_gb"} < set(row)
