@@ -38,7 +38,7 @@ ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 # The files of the program. Other files in ROOT are the user's, such as a reward function.
 CODE = sorted(file for pattern in [
     "engines/*.py", "grading/*.py", "guard/*.py", "tools/*.py", *(f"{name}.py" for name in (
-        "train rollout ppo grpo dist ckpt data configs model reward engine log".split()))]
+        "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()))]
               for file in Path(ROOT).glob(pattern))
 # Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:

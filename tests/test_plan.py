@@ -373,7 +373,7 @@ def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
 
 
 @pytest.mark.parametrize("gpu,size,network,whole,reshard", [
-    ("H200", "7b", 3200, 0, True), ("H100", "7b", 3200, 1, True), ("H200", "7b", 100, 0, False),
+    ("H200", "7b", 3200, 0, True), ("H100", "7b", 3200, 0, True), ("H200", "7b", 100, 0, False),
     ("H100", "32b", 100, 57, 8)])
 def test_weights_stay_gathered_where_this_saves_seconds_and_fits(gpu, size, network, whole, reshard):
     c = case("orz-7b", "--network", str(network), world=32, gpu=gpu, model=size)
