@@ -50,11 +50,11 @@ AVERAGE = [("train.py", """    if (step + 1) * per_step // n > step * per_step /
 DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
            '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
 # Section 4: the engine ends a response that repeats itself.
-YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
         ("engines/torch_engine.py", "        if self.cfg.stop:\n",
          told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
-        ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS)]
+        ("engines/vllm_engine.py", "            if self.enders[token]:\n",
+         told("            stopped |= self.ends") + "            if self.enders[token]:\n")]
 # Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 # Section 5: data from CSV files.
