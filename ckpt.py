@@ -37,6 +37,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import distributions
 from math import inf
 from pathlib import Path
@@ -310,16 +311,18 @@ def remove_unfinished(final: Path) -> None:
     """Delete the unfinished folders (see `unfinished`) of `final` that killed processes left. `final`: a
     path, or a glob pattern for several paths."""
     for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
-        with suppress(OSError), _locked(folder, fcntl.LOCK_EX):
+        with suppress(OSError, UserError), _locked(folder, fcntl.LOCK_EX):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _locked(path: Path, kind: int) -> Iterator[None]:
     """Context manager that holds an flock of a file or folder. The lock ends with the process. Raises
-    BlockingIOError if another process has a lock that excludes it. A file system without such locks excludes
-    nothing."""
-    file = os.open(path, os.O_RDONLY)
+    FileNotFoundError if there is no such file, and BlockingIOError if another process has a lock that
+    excludes it. A file system without such locks excludes nothing."""
+    file = if_there(partial(os.open, flags=os.O_RDONLY), path)
+    if file is None:
+        raise FileNotFoundError(path)
     try:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)

@@ -86,12 +86,13 @@ def show(text: str) -> None:
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager for a command's main function. Prints a UserError as one line and ends the process with
     status 1. If all ranks of a machine raise the error, only one process prints the line."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed, as by >&-
+        # A terminal may not be able to encode a response.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         yield
     except UserError as e:
-        line = printable(f"{prog}: {e}")
+        line = printable(f"{prog}: {e}").replace("\n", r"\n")  # a path may have a line break
         tell_torchrun(line)
         # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
         silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
@@ -266,6 +267,7 @@ class Config:
             value = getattr(self, name)
             for x in value if isinstance(value, tuple) else (value,):
                 require(x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
+        require(r"\x00" not in repr(vars(self)), "a flag has a NUL character", "texts and paths without it")
         self._check_batch()
         self._check_method()
         require(not {"", r"\n"} & {*self.stop}, r"--stop has an empty text, or a backslash and an n",
@@ -919,7 +921,7 @@ def read_jsonl(path: Path, shape: Any = dict) -> list[Any]:
             row = json.loads(line)
             wrong = misfit(row, shape)
             if wrong:
-                raise UserError(f"{path}, line {number}, has wrong content: {wrong}")
+                raise UserError(f"{path}, line {number}: {wrong}")
             rows.append(row)
     return rows
 

@@ -532,8 +532,22 @@ def test_a_server_that_dies_twice_is_an_error(custom):
     spec = custom("def score(response, answer, kind): os.kill(os.getppid(), 9)")
     with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "", True, custom=spec)
+        assert grader.results()[0].reason == "timeout"
+        with pytest.raises(UserError, match=f"died or stalled twice while it called {spec}; needed: "):
+            grader.check()
+        grader.known, grader.failure = {}, ""  # as without functions
+        grader._start()
+        grader.submit(0, boxed("x+1"), "1+x", True)
+        kill = threading.Thread(target=lambda: [kill_server(grader) for _ in range(2000)], daemon=True)
+        kill.start()
         with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
             grader.results()
+
+
+def kill_server(grader):
+    if grader._process:
+        grader._process.kill()
+    time.sleep(0.01)
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
