@@ -26,7 +26,6 @@ RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add -
 import errno
 import fcntl
 import fnmatch
-import glob
 import json
 import os
 import re
@@ -221,7 +220,7 @@ class Saver:
         self.in_flight: Future[None] | None = None
         self.failed = False
         if _is_main():  # clean up after a run that was killed
-            remove_unfinished(out / "ckpt" / "step_*")
+            _attempt(remove_unfinished, out / "ckpt", STEP.pattern)
             self._prune(saved or 0)
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
@@ -307,12 +306,19 @@ def unfinished(final: Path, token: str) -> Path:
     return final.with_name(f".{final.name}.{token}.part")
 
 
-def remove_unfinished(final: Path) -> None:
-    """Delete the unfinished folders (see `unfinished`) of `final` that killed processes left. `final`: a
-    path, or a glob pattern for several paths."""
-    for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
-        with suppress(OSError, UserError), _locked(folder, fcntl.LOCK_EX):
-            shutil.rmtree(folder, ignore_errors=True)
+def left_behind(folder: Path, name: str, ending: str) -> list[Path]:
+    """Returns the hidden folders in `folder` (see `unfinished`) that have an ending: "part" or "old".
+
+    name: a regular expression for the names of the finished folders"""
+    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.{ending}"
+    return [folder / found for found in names_in(folder) if re.fullmatch(pattern, found)]
+
+
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Delete the unfinished folders that killed processes left. folder, name: see `left_behind`"""
+    for path in left_behind(folder, name, "part"):
+        with suppress(OSError, UserError), _locked(path, fcntl.LOCK_EX):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -649,15 +655,14 @@ def _foreign(out, files, at=""):
 def _tidy(out):
     """Puts the earlier export back if an export was killed while it replaced it. Deletes what killed exports
     left."""
-    final = out.with_name(glob.escape(out.name))
-    replaced = [*out.parent.glob(unfinished(final, "*").with_suffix(".old").name)]
+    replaced = left_behind(out.parent, re.escape(out.name), "old")
     if replaced and if_there(os.lstat, out) is None:
         with suppress(OSError):
             replaced[0].rename(out)
     else:
         for folder in replaced:
             _attempt(_remove_export, folder)
-    remove_unfinished(final)
+    remove_unfinished(out.parent, re.escape(out.name))
 
 
 def _remove_export(folder):
@@ -704,8 +709,10 @@ def _write_export(temp, out, state, model, tokenizer, source, facts):
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
-    temp.mkdir(parents=True)
-    with _locked(temp, fcntl.LOCK_EX):  # so that another export to `out` does not remove it
+    new = temp.with_suffix(".new")
+    new.mkdir(parents=True)
+    with _locked(new, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
+        new.rename(temp)
         save_torch_state_dict(state, temp)
         config.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
