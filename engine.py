@@ -224,11 +224,11 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     generation = read_json(Path(path) / "generation_config.json")
     found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
-    ids = {i for ids in lists for i in ids if i is not None}
+    ids = [i for ids in lists for i in ids if i is not None]
     wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < 2**31]
     require(not wrong, f"eos_token_id in {path} is {wrong}", "ids of tokens in config.json and "
             "generation_config.json")
-    return ids
+    return set(ids)
 
 
 def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:

@@ -10,12 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import ranks
+import torch
 from conftest import ROOT, forked, run_ranks, start_ranks, wait_until
 from safetensors.torch import load_file, save_file
 from test_ckpt import copy_of, flip, marked, small, tree
@@ -25,13 +25,13 @@ import configs
 import data
 import dist
 import train
-from configs import UserError, misfit, read_json, read_jsonl
+from configs import UserError, misfit, read_jsonl
 from engine import MemoryLedger, eos_ids
 from guard.lock import FolderLock
 from guard.start import is_run
 from guard.watch import handle_signals
 from log import Logger, read_metrics
-from model import load_config, load_policy, load_tokenizer
+from model import files_weights, load_config, load_policy, load_tokenizer
 from tools import report
 
 OTHER = 65534  # the user nobody
@@ -51,12 +51,12 @@ def spoil(path: Path, how: str) -> None:
         path.symlink_to({"loop": path, "input/output error": "/proc/self/mem"}[how])
 
 
-def faulty(part: str, number: int, seconds: float) -> None:
-    """For some seconds, opening a file or listing a folder whose path has `part` raises an OSError."""
+def faulty(part: str, number: int, seconds: float, events=("open", "os.listdir", "os.scandir")) -> None:
+    """For some seconds, opening a file or listing a folder whose path ends in `part` raises an OSError."""
     end = time.monotonic() + seconds
 
     def hook(event, args):
-        if event in ("open", "os.listdir", "os.scandir") and part in str(args[0]) and time.monotonic() < end:
+        if event in events and str(args[0]).endswith(part) and time.monotonic() < end:
             raise OSError(number, os.strerror(number), args[0])
 
     sys.addaudithook(hook)
@@ -416,7 +416,7 @@ def test_a_metrics_file_that_cannot_be_read_is_one_warning_of_a_save(tmp_path):
 def saved_twice(out, part):
     configs.PATIENCE = 0.2
     if part:
-        faulty(part, errno.EIO, 1.0)
+        faulty(part, errno.EIO, 1.0, ["os.listdir"])
     saver, _, said = small(out, keep=1, keep_best="reward")
     saver.saved = 3
     for step in (4, 5):
@@ -620,37 +620,44 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(number, ignored):
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path, ignored):
-    """All processes get the signal, as from a terminal. Their output has no reader. Under nohup, the launcher
-    ignores the signal, too."""
+def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path):
+    """All processes get the signal, as from a terminal. Their output has no reader."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2",
-               "--device", "cpu", "--go", "--steps", "12" if ignored else "500", "--eval_every", "0", "--save_every", "0",
+               "--device", "cpu", "--go", "--steps", "500", "--eval_every", "0", "--save_every", "0",
                "--keep_best", "", "--out", f"{tmp_path}/run"]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    try:
-        process = forked(*command, start_new_session=True)
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1, 120)
-    if not ignored:
-        process.stdout.close()
+    process = forked(*command, start_new_session=True)
+    assert wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1, 200)
+    process.stdout.close()
     os.killpg(process.pid, signal.SIGHUP)
     process.wait(120)
-    newest, = ckpt.complete(tmp_path / "run")
-    assert process.returncode == (0 if ignored else 128 + signal.SIGHUP)
-    assert (newest.name == "step_000012") == ignored
-    process.kill()
+    assert len(ckpt.complete(tmp_path / "run")) == 1 and process.returncode == 128 + signal.SIGHUP
 
 
-def test_the_launcher_needs_no_name_of_its_host(base, tiny, tmp_path):
+def launched(folder, before: str) -> subprocess.Popen:
+    """Launches two small ranks, after the code `before`."""
+    (folder / "rank.py").write_text("import os, time\nprint(os.environ['MASTER_ADDR'], flush=True)\n"
+                                    "time.sleep(3)\nprint('end')\n")
+    (folder / "main.py").write_text("import ctypes, signal, sys, dist\nsys.argv = ['rank.py']\n"
+                                    f"{before}\nsys.exit(dist.launch(2))\n")
+    return forked(f"{folder}/main.py", cwd=folder, start_new_session=True)
+
+
+def test_the_launcher_goes_on_under_nohup(tmp_path):
+    process = launched(tmp_path, "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    for _ in range(2):
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGHUP)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and said == "end\nend\n"
+
+
+def test_the_launcher_needs_no_name_of_its_host(tmp_path):
     if os.geteuid():
         pytest.skip("another host name takes root")
-    line = ["unshare", "--uts", "sh", "-c", 'hostname node-x7 && exec "$@"', "-", sys.executable,
-            f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2", "--device",
-            "cpu", "--go", "--steps", "1", "--eval_every", "0", "--out", f"{tmp_path}/run"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = launched(tmp_path, "libc = ctypes.CDLL(None)\nlibc.unshare(0x4000000)\n"
+                       "libc.sethostname(b'node-x7', 7)")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and said.split() == ["127.0.0.1"] * 2 + ["end"] * 2
 
 
 @pytest.mark.parametrize("environment,words", [
@@ -688,3 +695,91 @@ def only(rank):
     if os.environ["RANK"] == str(rank):
         alone(0.5)
     return ""
+
+
+# --- models and prompts
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight",
+                                  "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_refused(tiny, tmp_path, name, value):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[3] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for load in (load_policy, lambda path: [*files_weights(path, "cpu", torch.float32)]):
+        with pytest.raises(UserError, match=f"NaN or infinity in {name}; needed: intact weights"):
+            load(str(folder))
+
+
+@pytest.mark.parametrize("key,value", [("hidden_size", -1), ("hidden_size", 0), ("vocab_size", -5),
+                                       ("num_hidden_layers", -1), ("num_attention_heads", -2),
+                                       ("hidden_size", "64"), ("intermediate_size", 1e9), ("hidden_size", 7),
+                                       ("num_key_value_heads", -1), ("hidden_size", None)])
+def test_sizes_of_a_config_that_are_wrong_are_one_line(tiny, tmp_path, key, value):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(UserError) as said:
+        load_policy(str(folder))
+    assert "\n" not in str(said.value) and str(folder) in str(said.value)
+
+
+@pytest.mark.parametrize("ids", [10**30, -1, 1.5, "7", [5, 10**30], [[5]], {"a": 1}])
+def test_end_tokens_that_are_no_ids_are_one_line(tiny, tmp_path, ids):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(UserError, match="eos_token_id in .*model is .*; needed: ids of tokens"):
+        eos_ids(str(folder), load_tokenizer(str(folder)), load_config(str(folder)))
+
+
+ENDLESS = ["{{ 'a' * 10**10 }}", "{{ 'a' * 10**9 }}", "{{ 10**10**8 }}", "{{ (10**10**6) ** 10**6 }}",
+           "{{ '%10000000000d' % 1 }}", "{{ 'a' | center(10**10) }}", "{{ ('a,' * 10**9).split(',') }}",
+           "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+           "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+           "{{ 'x' | indent(10**10, true) }}", "{{ [0] * 10**10 }}", "{{ 'ab' | replace('', 'x' * 10**9) }}"]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_that_takes_all_memory_or_time_in_c_code_is_refused(template):
+    tokenizer, began = make(), time.monotonic()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="the chat template (refuses the row's turns|doesn't show)") as said:
+        data.prompt_encoder("chat", tokenizer)([("user", "12+3=")])
+    assert time.monotonic() - began < 60 and "\n" not in str(said.value)
+    tokenizer.chat_template = "{{ 2**10 }}{{ messages[0].content }}"
+    assert data.prompt_encoder("chat", tokenizer)([("user", "1")]) == tokenizer("10241").input_ids
+
+
+def test_a_long_prompt_is_dropped_before_it_is_tokenized(tmp_path, monkeypatch):
+    """A text of 50 MB. Tokenizing it takes minutes and gigabytes."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 25_000_000, "answer": "3"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, said, began = make(), [], time.monotonic()
+    lengths = []
+
+    class Spy(type(tokenizer)):
+        def __call__(self, text, **options):
+            lengths.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Spy
+    cfg = dataclasses.replace(configs.PRESETS["tiny-ppo"], data=())
+    found = data.load_problems([f"{tmp_path}/a.jsonl"], tokenizer, cfg, said.append)
+    assert [p.text for p in found] == ["1+1="] and "dropped 1 prompts over 16 tokens" in said[-1]
+    assert max(lengths) < 1000 and time.monotonic() - began < 30
+
+
+# --- one line for strange paths
+
+
+def test_a_line_break_or_nul_in_a_path_is_one_line(tmp_path):
+    done = subprocess.run([sys.executable, "reward.py", f"{tmp_path}/a\nb.jsonl"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and r"a\nb" in done.stderr
+    with pytest.raises(UserError, match="a flag has a NUL character"):
+        configs.parse(["tiny-ppo", "--out", "a\0b"])
+    done = subprocess.run(f"{sys.executable} reward.py none.jsonl >&-", cwd=ROOT, shell=True,
+                          capture_output=True, text=True)
+    assert done.stderr.startswith("reward.py: no data file none.jsonl") and done.stderr.count("\n") == 1
