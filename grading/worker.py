@@ -411,8 +411,6 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     requests, replies = (fcntl.fcntl(n, fcntl.F_DUPFD, LOW) for n in (0, 1))
-    while os.open(os.devnull, os.O_RDWR) < LOW:  # so that pebble's pipes get numbers from LOW on
-        pass
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
@@ -432,6 +430,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
+    while os.open(os.devnull, os.O_RDWR) < LOW:  # so that pebble's pipes get numbers from LOW on
+        pass
     _dispatch(requests, replies, workers, deadline, found)
     _die()
 
