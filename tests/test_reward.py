@@ -669,7 +669,8 @@ def test_no_file_of_a_user_stands_in_for_the_standard_library(place, tmp_path, m
         (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
     spec = f"{(folder if place != 'working folder' else tmp_path) / 'mine.py'}:score"
     Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
-                               "def score(response): return len(calendar.day_name) / 7 * statistics.mean([1])")
+                               "def score(response):\n"
+                               "    return len(calendar.day_name) / 7 * statistics.mean([1])")
     monkeypatch.chdir(folder)
     with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "", True, custom=spec)
