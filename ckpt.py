@@ -627,9 +627,12 @@ def check_export_path(out: Path) -> str:
     if if_there(os.lstat, out) is None:
         return ""
     others, earlier = ["it"], {}
-    if out.is_dir() and not out.is_symlink():
+    while out.is_dir() and not out.is_symlink():
         error, earlier = _attempt(read_json, out / MARKER, EXPORT)
         others = [error] if error else _foreign(out, earlier.get("files", {}))
+        # If the file has changed, another export has replaced the folder meanwhile.
+        if not others or _attempt(read_json, out / MARKER, EXPORT)[1] == earlier:
+            break
     require(not others, f"{out} exists, and an export would replace {', '.join(others)}",
             "a new path, an empty folder, or an earlier export without new or changed "
             "files (move such files out)")
@@ -647,7 +650,7 @@ def _foreign(out, files, at=""):
             others += _foreign(out, files, f"{where}/")
         elif path.is_symlink() or not path.is_file():
             others.append(where)
-        elif where != MARKER and files.get(where) != if_there(_describe, path)[name]:
+        elif where != MARKER and if_there(_describe, path) != {name: files.get(where)}:
             others.append(where)
     return others
 

@@ -857,7 +857,8 @@ def if_there(work: Callable[[Path], T], path: Path) -> T | None:
     while True:
         try:
             return work(path)
-        except (FileNotFoundError, NotADirectoryError):  # NotADirectoryError: a part of the path is a file
+        # NotADirectoryError: a part of the path is a file. ValueError: the path has a NUL.
+        except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as e:
             require(time.monotonic() < end, f"{path} can't be read ({e.strerror})",

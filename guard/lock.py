@@ -86,7 +86,7 @@ class FolderLock:
         begin = b'{"host":'
         require(begin.startswith(text[:len(begin)]), f"{self.file} is no lock of torz",
                 "another place for it, or another --out")
-        return from_json(text, OWNER, self.file) if text.endswith(b"}") else {}
+        return from_json(text, OWNER, self.file) if text.strip().endswith(b"}") else {}
 
     def check(self) -> None:
         """Ends this process if another run has taken over the lock, for example while this process was

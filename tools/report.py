@@ -23,7 +23,7 @@ from tools.plan import as_text
 
 # The shape (configs.misfit) of the rows of samples/ and eval/
 ROW = {"set": str | None, "prompt_id": int, "problem": str, "response": str, "segments": list | None,
-       "reward": float | int, "gold": object, "reason": str}
+       "reward": float | int, "reason": str}
 # A metric that is 0 in the whole run has no logarithm. Its panel stays empty. Hide matplotlib's warning.
 warnings.filterwarnings("ignore", "Data has no positive values")
 
@@ -155,7 +155,7 @@ def _scores(run, key, step):
     """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N; else []."""
     problems = {}
     for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl", ROW):
-        if key.startswith(f"eval/{row['set']}/avg@"):
+        if key.startswith(f"eval/{row.get('set')}/avg@"):
             problems.setdefault(row["prompt_id"], []).append(row["reward"])
     return list(map(np.mean, problems.values()))
 
@@ -179,7 +179,7 @@ def story(run: Path) -> str:
     files = _files(run, "eval")
     if len(files) > 1:
         for base, trained in zip(read_jsonl(files[0], ROW)[:3], read_jsonl(files[-1], ROW), strict=False):
-            lines.append(f"\n{shorten(base['problem'])}  (answer {base['gold']})")
+            lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
             for name, row in ("base   ", base), ("trained", trained):
                 lines.append(f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
@@ -240,7 +240,7 @@ def _samples(run, kind):
 def _card(row):
     """Returns a response as HTML. The texts of an environment (--env) are marked."""
     grade = f"{'✓' if row['reward'] >= 1 else '✗'} {row['reason']}, reward {row['reward']}"
-    answers = f"answer {row['answer']}, gold answer {row['gold']}, {row['tokens']} tokens"
+    answers = f"answer {row.get('answer')}, gold answer {row.get('gold')}, {row.get('tokens')} tokens"
     texts = [f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)
              for i, text in enumerate(row.get("segments", [row["response"]]))]
     return (f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
