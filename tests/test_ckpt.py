@@ -818,7 +818,9 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
 
 def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
     packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
-    file = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
+    said = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
+    file, = (tmp_path / "nonfinite").iterdir()
+    assert said == f"its packs are in {file}"
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
             if value is not None}
     assert equal(load_file(file), want) and len(want) > 20
