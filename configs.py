@@ -31,8 +31,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
+T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 # The files of the program. Other files in ROOT are the user's, such as a reward function.
@@ -86,12 +87,13 @@ def show(text: str) -> None:
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager for a command's main function. Prints a UserError as one line and ends the process with
     status 1. If all ranks of a machine raise the error, only one process prints the line."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal may not be able to encode a response
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed, as by >&-
+        # A terminal may not be able to encode a response.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         yield
     except UserError as e:
-        line = printable(f"{prog}: {e}")
+        line = printable(f"{prog}: {e}").replace("\n", r"\n")  # a path may have a line break
         tell_torchrun(line)
         # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
         silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
@@ -206,7 +208,7 @@ class Config:
     eval_temperature: tuple[NotNegative, ...] = (1.0,)  # 0: greedy; one number, or one per set
     eval_top_p: Part = 1.0  # top-p (nucleus sampling) in evaluation; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
-    grade_workers: Count = 1  # grading processes of each rank; with functions in --reward, twice as many
+    grade_workers: Count = 1  # grading processes of each rank; as many more for each function
     grade_deadline: Positive = 5.0  # CPU seconds to grade one answer
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
@@ -266,6 +268,7 @@ class Config:
             value = getattr(self, name)
             for x in value if isinstance(value, tuple) else (value,):
                 require(x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
+        require(r"\x00" not in repr(vars(self)), "a flag has a NUL character", "texts and paths without it")
         self._check_batch()
         self._check_method()
         require(not {"", r"\n"} & {*self.stop}, r"--stop has an empty text, or a backslash and an n",
@@ -842,25 +845,93 @@ def replace_text(path: Path, text: str) -> None:
     temp.replace(path)
 
 
+def follow_umask(file: Path) -> None:
+    """Gives a file the permissions of its folder. safetensors makes files that only their owner can read."""
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
 DATA_FILES = (".json", ".jsonl", ".parquet")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the content is not a
-    JSON object."""
-    with explained(f"{file} can't be read", "an intact copy of it"):
-        return dict(json.loads(file.read_bytes())) if file.is_file() else {}
+PATIENCE = 5.0  # seconds for which a file that can't be read is tried again
 
 
-def read_jsonl(path: Path) -> list[Any]:
-    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short."""
+def if_there(work: Callable[[Path], T], path: Path) -> T | None:
+    """Returns work(path), or None if no file or folder has this path. Raises UserError if the path can't be
+    read for another reason, such as missing permission or a file server that fails. Before that, tries again
+    for PATIENCE seconds. Path.glob and Path.is_file are not used, because they take such a path for a missing
+    one."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return work(path)
+        # NotADirectoryError: a part of the path is a file. ValueError: the path has a NUL.
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+        except OSError as e:
+            require(time.monotonic() < end, f"{path} can't be read ({e.strerror})",
+                    "permission to read it, and a disk that works")
+        time.sleep(0.1)
+
+
+def exists(path: Path) -> bool:
+    """Returns whether a file or folder has this path. Raises UserError as `if_there` does."""
+    return if_there(os.stat, path) is not None
+
+
+def names_in(folder: Path) -> list[str]:
+    """Returns the sorted names of the files in a folder; [] if there is no such folder. Raises UserError as
+    `if_there` does."""
+    return sorted(if_there(os.listdir, folder) or [])
+
+
+def misfit(value: Any, shape: Any, name: str = "it") -> str:
+    """Returns "" if a JSON value has a shape, else a text such as "step is 'x'; needed: int".
+
+    shape: a type, or a list with the shape of each item, or a dict: key -> shape. In a dict, the key `str`
+        stands for all other keys, and a key may be missing if its type allows None"""
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    if not isinstance(value, kind):
+        return f"{name} is {shorten(repr(value))}; needed: {getattr(kind, '__name__', kind)}"
+    parts = []
+    if isinstance(shape, list):
+        parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(value)]
+    elif isinstance(shape, dict):
+        rest = shape.get(str, object)
+        parts = [(key, value.get(key), shape.get(key, rest)) for key in {**shape, **value} if key is not str]
+    return next(filter(None, (misfit(part, of_part, key) for key, part, of_part in parts)), "")
+
+
+def read_json(file: Path, shape: Any = dict) -> Any:
+    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the file can't be read,
+    or if its content has another shape (see `misfit`)."""
+    data = if_there(Path.read_bytes, file)
+    return {} if data is None else from_json(data, shape, file)
+
+
+def from_json(data: bytes, shape: Any, where: Path) -> Any:
+    """Returns the value of a JSON text. Raises UserError as `read_json` does. where: the text's file"""
+    with explained(f"{where} is damaged", "an intact copy of it"):
+        value = json.loads(data)
+    wrong = misfit(value, shape)
+    if wrong:
+        raise UserError(f"{where}: {wrong}")
+    return value
+
+
+def read_jsonl(path: Path, shape: Any = dict) -> list[Any]:
+    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short.
+    Raises UserError as `read_json` does."""
     rows = []
-    if path.is_file():
-        # A row ends only at a line feed. str.splitlines() would also split at U+2028 inside a row.
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            for line in lines:
-                with contextlib.suppress(json.JSONDecodeError):
-                    rows.append(json.loads(line))
+    data = if_there(Path.read_bytes, path) or b""
+    # A row ends only at a line feed. str.splitlines() would also split at U+2028 inside a row.
+    for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            wrong = misfit(row, shape)
+            if wrong:
+                raise UserError(f"{path}, line {number}: {wrong}")
+            rows.append(row)
     return rows
 
 

@@ -16,15 +16,17 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
 from configs import Config, Say, UserError, explained, require, short_hash, show
@@ -49,6 +51,7 @@ TEMPLATES = {
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
+TEMPLATE_BYTES = 2**28  # memory that it may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -197,7 +200,7 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     require(len(paths) > 0, "no data files given",
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
-    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
+    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
     problems, too_long, seen, repeated = [], [], set(), 0
     for path in paths:
         rows = list(problem_rows(path, kind_of(cfg.reward), keep_fields))
@@ -209,12 +212,14 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
                 continue
             seen.add(row)
             try:
-                ids = tuple(encode(row.turns))
+                ids = encode(row.turns)
             except UserError as e:
                 raise UserError(f"{path} row {number}: {e}") from None
-            problem = Problem(row.text, ids, row.answer, row.kind, row.dataset, path, number, len(problems),
-                              row.fields)
-            (problems if len(ids) <= limit else too_long).append(problem)
+            if ids is None or len(ids) > limit:
+                too_long.append(number)
+                continue
+            problems.append(Problem(row.text, tuple(ids), row.answer, row.kind, row.dataset, path, number,
+                                    len(problems), row.fields))
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
     require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
             f"{getattr(cfg, flag)} tokens, or leaves no room for a response",
@@ -225,15 +230,20 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
     return problems
 
 
-def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Callable[[Turns], list[int]]:
+def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "",
+                   limit: float = math.inf) -> Callable[[Turns], list[int] | None]:
     """Returns a function that turns a conversation into the tokens of a prompt. The last turn of the
     conversation is the problem. Only the template "chat" can show earlier turns.
+
+    The function returns None for a text so long that it must have more than `limit` tokens. Such a text may
+    have millions of characters, so it is not tokenized.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
     require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
             "--template orz or plain")
+    most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
     with suppress(ValueError):  # only the main thread can set the handler; without it, no time limit
         signal.signal(signal.SIGPROF, _stop_template)
 
@@ -245,6 +255,8 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
             text = form.replace("{problem}", turns[-1][1])
         else:
             text = _fill_chat_template(tokenizer, turns, system_prompt)
+        if len(text) > most:
+            return None
         ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
@@ -274,19 +286,44 @@ def _stop_template(*_):
     raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
 
 
+@contextmanager
+def _limits():
+    """Context manager that limits the CPU time and the memory of a chat template, which is code from the
+    model's folder."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    if signal.getsignal(signal.SIGPROF) is _stop_template:  # without the handler, SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
+    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + TEMPLATE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _power(x, y):
+    """Returns x ** y in a chat template. No time limit would end a huge power, because it is C code."""
+    if isinstance(x, int) and isinstance(y, int) and x.bit_length() * y > 10**6:
+        raise OverflowError("a power has more than 10**6 bits")
+    return x**y
+
+
+SandboxedEnvironment.intercepted_binops = frozenset(["**"])
+SandboxedEnvironment.default_binop_table["**"] = _power
+
+
 def _fill_chat_template(tokenizer, turns, system_prompt):
     """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a system or user
     turn."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    if signal.getsignal(signal.SIGPROF) is _stop_template:  # without the handler, SIGPROF ends the process
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
-    try:
-        with explained("the chat template refuses the row's turns", "other roles, or another --template"):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    with _limits(), explained("the chat template refuses the row's turns",
+                              "other roles, or another --template"):
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:
         # Assistant turns are not checked, because a template may remove their text in <think> tags.

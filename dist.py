@@ -10,7 +10,9 @@ import logging
 import os
 import pickle
 import secrets
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -35,6 +37,7 @@ from configs import UserError, explained, require, short_hash
 # torch.distributed.checkpoint (DCP) warns if a single process reads or writes a checkpoint. This is no error.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
+WAIT = 10.0  # seconds after which a rank says for which ranks it waits
 Device = torch.device | str
 Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
@@ -60,9 +63,12 @@ def launch(ranks: int) -> int | str:
 
     os.environ["TORZ_LAUNCHED"] = ""
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
+    # torchrun would handle signals that nohup ignores.
+    signals = ",".join(number.name for number in (signal.SIGTERM, signal.SIGINT, *not_ignored()))
+    # --local-addr, because a host may be unable to resolve its own name
     try:
-        run.run(run.parse_args(["--standalone", "--monitor-interval=1", f"--nproc-per-node={ranks}",
-                                *sys.argv]))
+        run.run(run.parse_args(["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={signals}",
+                                "--monitor-interval=1", f"--nproc-per-node={ranks}", *sys.argv]))
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval
     except errors.ChildFailedError as e:
@@ -83,9 +89,13 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if "RANK" not in os.environ:
         os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
                            MASTER_PORT="0")  # port 0 is any free port
-    require({"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys(),
-            "RANK is set, but WORLD_SIZE or LOCAL_RANK is not", "unset RANK, or torchrun")
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    names = "RANK WORLD_SIZE LOCAL_RANK MASTER_PORT MASTER_ADDR".split()
+    for name in names:
+        value = os.environ.get(name, "")
+        require(value.isdecimal() or value and name == "MASTER_ADDR", f"RANK is set, but {name} is {value!r}",
+                "unset RANK, or torchrun")
+    rank, size, local_rank, port = (int(os.environ[name]) for name in names[:4])
+    require(rank < size, f"RANK is {rank}, and WORLD_SIZE is {size}", "unset RANK, or torchrun")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
@@ -97,7 +107,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
-                              world_size=size, store=fresh_store(rank, size, timeout))
+                              world_size=size, store=fresh_store(rank, size, port, timeout))
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
 
@@ -114,9 +124,9 @@ def check_allocator() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store | None:
-    """Returns a key-value store for torch's process group. Returns None if torchrun shares no store, or
-    without torchrun: torch then makes a store itself. Raises RuntimeError on timeout.
+def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) -> td.Store:
+    """Returns a key-value store for torch's process group. After some seconds, prints for which ranks it
+    waits. Raises RuntimeError on timeout.
 
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
     on a new prefix for their keys: a hash of random nonces, one from each rank.
@@ -124,20 +134,31 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store |
     A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank repeats
     these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
     under its prefix."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = td.TCPStore(address, port, is_master=False, timeout=timeout)
+    address, missing = os.environ["MASTER_ADDR"], "rank 0"
+    # Without torchrun's store, rank 0 is the server.
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def tell():
+        print(f"rank {rank} waits for {missing} at {address}:{port}", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(WAIT, tell)
+    timer.daemon = True
+    timer.start()
+    store = td.TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        nonces = store.multi_get([f"torz/{size}/{r}" for r in range(size)])
-        ours = td.PrefixStore(short_hash(b"".join(nonces)), store)
-        ours.set(f"read/{rank}", "")
-        if ours.check([f"read/{r}" for r in range(size)]):
-            return ours
+        here = [r for r in range(size) if store.check([f"torz/{size}/{r}"])]
+        missing = f"ranks {sorted({*range(size)} - {*here})} of {size}"
+        if len(here) == size:
+            nonces = store.multi_get([f"torz/{size}/{r}" for r in range(size)])
+            ours = td.PrefixStore(short_hash(b"".join(nonces)), store)
+            ours.set(f"read/{rank}", "")
+            if ours.check([f"read/{r}" for r in range(size)]):
+                timer.cancel()
+                return ours
         time.sleep(0.05)
-    raise RuntimeError(f"rank {rank} waited {timeout.total_seconds():.0f} s for the other ranks to start")
+    raise RuntimeError(f"rank {rank} waited {timeout.total_seconds():.0f} s for {missing} to start")
 
 
 # --- parameters
@@ -598,6 +619,11 @@ def start_line() -> str:
 
 
 # --- stopping on a signal
+
+def not_ignored() -> list[signal.Signals]:
+    """Returns SIGHUP and SIGQUIT, without those that the process's caller ignores, as nohup does."""
+    return [n for n in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) != signal.SIG_IGN]
+
 
 # [name, time] of the signal that requested a stop; empty: none
 stop_signal: list[Any] = []

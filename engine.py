@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import dist
-from configs import Config, read_json
+from configs import Config, read_json, require
 from data import Sample
 from dist import Device, Weights
 from model import Policy, load_config
@@ -58,15 +58,15 @@ class MemoryLedger:
 
     def mark(self, stage: str) -> None:
         """Record the memory in use at the end of `stage`, and the seconds since the previous reading."""
-        statm = Path("/proc/self/statm")
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             held = total - free
-        elif statm.is_file():
-            held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        else:  # not Linux: only the process's peak is known
-            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        else:
+            try:
+                held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            except OSError:  # not Linux, or no free file descriptor: only the process's peak is known
+                held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         before, self.time = self.time, time.perf_counter()
         self.readings[stage] = held / 2**30, self.time - before
 
@@ -222,10 +222,14 @@ class Engine(abc.ABC):
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
     which may name different tokens."""
-    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None),
-             read_json(Path(path) / "generation_config.json").get("eos_token_id")]
+    generation = read_json(Path(path) / "generation_config.json")
+    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
-    return {int(i) for ids in lists for i in ids if i is not None}
+    ids = [i for ids in lists for i in ids if i is not None]
+    wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < 2**31]
+    require(not wrong, f"eos_token_id in {path} is {wrong}", "ids of tokens in config.json and "
+            "generation_config.json")
+    return set(ids)
 
 
 @functools.cache

@@ -17,17 +17,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 import dist
-from configs import Config, Say, explained, printable, read_json, read_jsonl, replace_text, shorten
+from configs import (
+    Config,
+    Say,
+    explained,
+    follow_umask,
+    printable,
+    read_json,
+    read_jsonl,
+    replace_text,
+    shorten,
+)
 from data import Pack, Sample, group_by_prompt
 from grading.worker import REASONS
 from reward import repeated_ngrams
 
 NAN = float("nan")
+# The shapes (configs.misfit) of rows of metrics.jsonl and alarms.jsonl
+METRICS = {"step": int, str: float | int | None}
+ALARM = {"step": int, "text": str}
 
 
 class Meter:
@@ -139,19 +153,21 @@ class Logger(contextlib.AbstractContextManager):
 
     `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
     steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. If `own` is False, another run
-    wrote all rows, and all are moved. Raises UserError if the folder can't be written to."""
+    wrote all rows, and all are moved. Raises UserError if the folder can't be written to.
+
+    Before it writes, rank 0 calls `check`, which ends a run that has lost its folder's lock."""
 
     def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
-                 plan: Mapping[str, Mapping], own: bool = True) -> None:
-        self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
+                 plan: Mapping[str, Mapping], own: bool = True, check: Callable[[], None] = bool) -> None:
+        self.out, self.cfg, self.main, self.next_step, self.check = out, cfg, main, start, check
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": versions}
         with explained(f"can't write to {out}", "space and permission there, or another --out", OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
-            for path in (out / "metrics.jsonl", out / "alarms.jsonl"):
-                _set_aside(path, start if own else 0)
+            for path, shape in (out / "metrics.jsonl", METRICS), (out / "alarms.jsonl", ALARM):
+                _set_aside(path, shape, start if own else 0)
         rows = read_metrics(out)
         self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
@@ -166,31 +182,39 @@ class Logger(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
-            tqdm.write(printable(text))
-            sys.stdout.flush()
+            with contextlib.suppress(OSError):  # the terminal was closed, or the disk of a log file is full
+                tqdm.write(printable(text))
+                sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
         """Print `!! step N: {text}` and append it to alarms.jsonl. If `step` is None, N is the next step."""
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
+            self.check()
             with contextlib.suppress(OSError):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
-    def dump(self, name: str, packs: Sequence[Pack]) -> Path:
+    def dump(self, name: str, packs: Sequence[Pack]) -> str:
         """Saves this rank's packs to OUT/{name}_rank{rank}.safetensors, for example after a skipped update.
-        Returns this path. In the file, `0.tokens` is the field `tokens` of the first pack."""
+        Returns a text with this path, or with the error. In the file, `0.tokens` is the field `tokens` of the
+        first pack."""
         path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # save_file refuses tensors that share memory
-        save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
-                   for field, x in vars(p).items() if x is not None}, path)
-        return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # save_file refuses tensors that share memory
+            save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
+                       for field, x in vars(p).items() if x is not None}, path)
+            follow_umask(path)
+        except (OSError, SafetensorError) as e:
+            return f"its packs can't be written to {path} ({shorten(str(e))})"
+        return f"its packs are in {path}"
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self.main:
             return
         row = {"step": step, **metrics}
+        self.check()
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
@@ -232,6 +256,7 @@ class Logger(contextlib.AbstractContextManager):
             return
         if kind == "samples":
             self.samples = rows
+        self.check()
         path = self.out / kind / f"step_{step:06d}.jsonl"
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
@@ -265,10 +290,10 @@ def _lines(rows):
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
-def _set_aside(path, start):
+def _set_aside(path, shape, start):
     """Moves the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError if
     a file can't be written."""
-    rows = read_jsonl(path)
+    rows = read_jsonl(path, shape)
     later = [row for row in rows if row["step"] >= start]
     if later:
         with path.with_suffix(".old.jsonl").open("a") as file:
@@ -289,7 +314,7 @@ def _append(path, row):
 def read_metrics(run: Path) -> list[dict]:
     """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
-            for row in read_jsonl(run / "metrics.jsonl")]
+            for row in read_jsonl(run / "metrics.jsonl", METRICS)]
 
 
 # --- trackers (--track)
@@ -311,7 +336,8 @@ class Tracker:
     def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], alarm: Say) -> None:
         self.out, self.config, self.alarm, self.failed = out, config, alarm, False
         self.file = out / f"{type(self).__name__}.json"
-        known = read_json(self.file) if rows else {}  # a run that begins anew is another run at the service
+        # A run that begins anew is another run at the service.
+        known = read_json(self.file, {"id": str, "next_step": int}) if rows else {}
         self.state = {"id": uuid.uuid4().hex, "next_step": 0} | known
         self._attempt(self.start)
         for row in rows:  # sends the rows that were not sent before the run was resumed

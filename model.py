@@ -631,8 +631,10 @@ def on_meta(kind: type, path: str) -> PackModel:
     """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
     differ from the model's in names or shapes. A critic's files may lack score.weight; a policy's files must
     not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS."""
-    with torch.device("meta"):
-        model = kind(load_config(path))
+    config = load_config(path)
+    with explained(f"{path}/config.json describes no model", "the config.json that belongs to the weights"):
+        with torch.device("meta"):
+            model = kind(config)
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
     names = [name for file in Path(path).glob("*.safetensors") for name in safe_open(file, "pt").keys()]
     require(len(names) == len(files), f"two .safetensors files in {path} have the same tensors",
@@ -660,7 +662,14 @@ def _load(kind, path, device, shard_fn, seed=0):
         drawn = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
         dist.fill(head, drawn / (model.config.hidden_size + 1))
     dist.load_files(state, path)
+    wrong = [name for name, p in model.named_parameters() if not dist.local(p).sum().isfinite()]
+    check_finite(dist.gather_all(wrong), path)
     return model
+
+
+def check_finite(wrong: list[str], path: str) -> None:
+    """Raises UserError if `wrong`, the names of tensors with NaN or infinity, is not empty."""
+    require(not wrong, f"{path} has NaN or infinity in {', '.join(wrong[:1])}", "intact weights")
 
 
 def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
@@ -671,4 +680,6 @@ def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118  f is not a dict
                 if name in ours:
-                    yield name, f.get_tensor(name).to(device, dtype)
+                    tensor = f.get_tensor(name)
+                    check_finite([] if tensor.float().sum().isfinite() else [name], path)
+                    yield name, tensor.to(device, dtype)

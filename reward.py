@@ -170,6 +170,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
                 grader.submit((t, i), row["response"], row["answer"], row["stopped"], row["kind"], extractor,
                               t.custom, problem=row.get("problem"), row=row.get("row", row), sample=row)
         every = grader.results()
+        grader.check()
     for (t, _), grade in every.items():
         values.setdefault(t, []).append(grade.reward)
     for t in terms:

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,14 @@ from configs import (
     tell_torchrun,
     user_errors,
 )
+from guard.lock import FolderLock
 
 if __name__ == "__main__":  # before the slow `import torch`: --help and wrong flags get a quick answer
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
+        if os.environ.get("RANK", "0") == "0":
+            FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # no traceback if ctrl-C comes during the start
     if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
@@ -78,7 +82,6 @@ from data import (
 from engine import Engine
 from grading.worker import Grader
 from guard.alarms import new_alarms
-from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.start import (
     case_of,
@@ -168,10 +171,10 @@ def main(cfg: Config) -> bool:
             folder = Path(os.path.relpath(run.log.out))
             try:
                 report.write_report(folder)
-            except OSError as e:
-                show(f"!! can't write the report to {folder} ({e.strerror})")
-            if done:
-                show(report.story(folder))
+                if done:
+                    show(report.story(folder))
+            except (OSError, UserError) as e:
+                show(f"!! can't write the report to {folder} ({e})")
         return done
     finally:
         run.lock.release()
@@ -241,22 +244,25 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
 def stop(run: Run, step: int) -> bool:
     """Save a checkpoint after `step` finished steps. Returns False, which `train` returns for a stopped
     run."""
-    run.saver.save(step, run.carried)
-    run.saver.finish()
+    for _ in range(2):  # if the first save fails, the second one succeeds or raises UserError
+        run.saver.save(step, run.carried)
+        run.saver.finish()
     return False
 
 
 def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic to export/."""
-    for _ in range(2):  # if the first save fails, the second one succeeds or raises UserError
-        stop(run, run.cfg.steps)
+    stop(run, run.cfg.steps)
     for role in filter(None, (run.policy, run.critic)):
         weights = dist.full_weights(role.model, run.world.device)
         saved, source = run.saver.facts, ckpt.source_of(role.name, vars(run.cfg))
         read = dist.together(ckpt.model_facts, source, run.tokenizer, role.name)
         dist.together(ckpt.check_read, run.log.out, saved, read, f"the files that {source} had at the start")
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, saved)
-        ckpt.export_hf(weights, role.model, run.tokenizer, source, run.log.out / "export" / role.name, facts)
+        folder = run.log.out / "export" / role.name
+        replaced = ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)
+        if replaced:
+            run.log.say(f"{folder} replaces {replaced}")
 
 
 # --- starting
@@ -283,10 +289,20 @@ def prepare(cfg: Config) -> Run:
 def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     """Load the run of the lock's folder, and check it. If the folder has checkpoints, the run continues from
     the newest. If a check fails, all ranks raise the same UserError."""
-    out, say = lock.file.parent, show if world.main else lambda text: None
+    out = lock.file.parent
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
     check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
+    with ExitStack() as stack:
+        dist.together(stack.enter_context, ckpt.hold(found or origin))
+        return load_from(found, origin, cfg, world, lock)
+
+
+def load_from(found: Path | None, origin: Path | None, cfg: Config, world: dist.World,
+              lock: FolderLock) -> Run:
+    """Do the work of `load`. found: the checkpoint that continues, or None. origin: the checkpoint of
+    --start_from, or None"""
+    out, say = lock.file.parent, show if world.main else lambda text: None
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}, "noted": {}}
     own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
     if found:  # a resumed run keeps its first --start_from
@@ -302,6 +318,8 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     read, noted = read_facts(cfg, problems, held_out, tokenizer, grader)
     noted["--start_from"] = checkpoint_id(origin) if origin else saved["noted"].get("--start_from")
     check_same("reads", read | noted, "the same files on every machine")
+    if world.device.type == "cpu":  # another number of threads sums in another order
+        noted["threads of a rank"] = torch.get_num_threads()
     cfg = settled(cfg.with_steps(len(problems)), world, saved)
     planned = check_fit(cfg, world, len(problems), say)
     engine = dist.together(make_engine, cfg.model, tokenizer, cfg, world.device, world.dtype)
@@ -323,8 +341,8 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
         taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
+    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own, lock.check)
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm, lock.check)
     for line in filter(None, (agreement, taken, dist.start_line())):
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
@@ -755,9 +773,8 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
         role.optimizer.step()
     else:
         role.skipped += 1
-        file = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
-        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, "
-                  f"its packs are in {file}", step)
+        dumped = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
+        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, {dumped}", step)
     role.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", not finite, 1)

@@ -18,7 +18,9 @@ Departures from Open-Reasoner-Zero:
 - ORZ's timeout includes the wait in the queue. Our deadline counts the worker's CPU time.
 """
 
+import builtins
 import ctypes
+import fcntl
 import gc
 import inspect
 import json
@@ -60,9 +62,12 @@ TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 # The server runs this file as the module __main__, because `serve` removes `grading.worker` from sys.modules.
-# pebble pickles `_grade_chunk` and its results, so their module must stay in sys.modules.
-SERVER = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
-          "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
+# pebble pickles `_grade_chunk` and its results, so their module must stay in sys.modules. Files in the
+# project's folder, which may be the user's, must not be imported in place of the standard library or of
+# packages: so this folder comes after the standard library, and later after the packages (see `serve`).
+SERVER = ("import runpy, sys; sys.path.insert([p.endswith('-packages') for p in sys.path].index(True), "
+          "sys.argv[1]); runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
+LOW = 64  # a user's function may write to or close file descriptors below this number: see `serve`
 START = 300  # seconds that a server may need to start from a slow disk
 
 # A request to a worker is a tuple:
@@ -119,6 +124,7 @@ x\ge5y=3:4
 # --- in a worker
 
 _functions = {}  # "FILE.py:FUNCTION" -> the function
+_patches = {}  # "FILE.py:FUNCTION" -> {name: value} of builtins that the user's file replaces
 _modules = {}  # folder of a user's file -> {name: module} of the modules imported from this folder
 
 
@@ -172,7 +178,8 @@ def _modules_beside(spec):
     modules of the same name."""
     folder = os.path.dirname(spec)
     before = set(sys.modules)  # before `update` adds the folder's modules, because `added` must include them
-    sys.path.insert(0, folder)
+    # After the standard library, so that a file such as types.py does not replace a part of it.
+    sys.path.insert(next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), 0), folder)
     sys.modules.update(_modules.get(folder, {}))
     try:
         yield
@@ -221,11 +228,21 @@ def _message(error, spec):
     file = spec.rpartition(":")[0]
     places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
               if frame.f_code.co_filename == file]
-    return shorten(f"{type(error).__name__}: {error}{''.join(places[-1:])}", 500)
+    try:
+        text = str(error)
+    except BaseException:
+        text = "(its text raises an error, too)"
+    return shorten(f"{type(error).__name__}: {text}{''.join(places[-1:])}", 500)
 
 
-def _init_worker():
-    """Make this worker easy to kill, and limit its memory."""
+def _init_worker(spec, *files):
+    """Make this worker easy to kill, and limit its memory.
+
+    spec: the user's function that this worker calls, or "compare"
+    files: the server's pipes, which a user's function must not use"""
+    for file in files:
+        os.close(file)
+    vars(builtins).update(_patches.get(spec, {}))
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -267,8 +284,14 @@ def _import_function(spec, known):
 
     known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""
     path, _, name = spec.rpartition(":")
+    usual = dict(vars(builtins))
     with _modules_beside(spec):
         module = runpy.run_path(path)
+    # Other functions and the comparisons must not see the builtins that this file replaces.
+    _patches[spec] = {key: x for key, x in vars(builtins).items() if usual.get(key) is not x}
+    for key in _patches[spec].keys() - usual.keys():
+        delattr(builtins, key)
+    vars(builtins).update(usual)
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     _functions[spec] = function = module[name]
@@ -309,8 +332,22 @@ class _Worker(get_context("fork").Process):
 
 
 def _die():
-    """Kill the server and its workers."""
+    """Kill the server, its workers and all processes that users' functions have started."""
+    _kill_marked(MARK)
     os.killpg(os.getpid(), signal.SIGKILL)
+
+
+MARK = os.environ.get("TORZ_GRADER", "none")
+
+
+def _kill_marked(mark):
+    """Kill the processes with TORZ_GRADER=`mark` in their environment, except for this process. A process
+    that a user's function starts may be in another process group than the server."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found = f"TORZ_GRADER={mark}\0".encode() in (folder / "environ").read_bytes()
+            if found and int(folder.name) != os.getpid():
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _watch(parent):
@@ -326,10 +363,11 @@ def _dispatch(requests, replies, workers, deadline, found):
     """Read chunks from the pipe `requests`, let workers grade them, and write the outcomes to the pipe
     `replies`.
 
-    found: "FILE.py:FUNCTION" -> the result of `_import_function`. A function whose `seconds` are not 0 (see
-        Grader) has its own pool of workers.
+    found: "FILE.py:FUNCTION" -> the result of `_import_function`
 
-    Comparisons also have their own pool. Its workers start after `_warm`, so they inherit the tables."""
+    Each function has its own pool of workers, so that what it changes in its process reaches no other
+    function. Comparisons also have their own pool. Its workers start after `_warm`, so they inherit the
+    tables."""
     import pebble
 
     lock = threading.Lock()
@@ -351,18 +389,18 @@ def _dispatch(requests, replies, workers, deadline, found):
 
     context = get_context("fork")
     context.Process = _Worker
-    make_pool = partial(pebble.ProcessPool, max_tasks=MAX_TASKS, initializer=_init_worker, context=context)
-    usual, compares = [(make_pool(workers), deadline, WALL * deadline) for _ in range(2)]
-    pools = {spec: (make_pool(parallel), seconds, seconds)
-             for spec, (_, seconds, parallel) in found.items() if seconds}
+    pools = {}
+    for spec, (_, seconds, parallel) in {"compare": ((), 0, 0), **found}.items():
+        pool = pebble.ProcessPool(parallel or workers, MAX_TASKS, _init_worker, [spec, requests, replies],
+                                  context=context)
+        pools[spec] = pool, seconds or deadline, seconds or WALL * deadline
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
             chunk, of_chunk = json.loads(line)
-            if "compare" in [what for what, *_ in of_chunk]:
+            name = _pool_of(of_chunk[0])
+            if name == "compare":
                 _warm()
-                pool, cpu, wall = compares
-            else:
-                pool, cpu, wall = pools.get(of_chunk[0][1], usual)
+            pool, cpu, wall = pools[name]
             future = pool.schedule(_grade_chunk, [of_chunk, cpu], timeout=wall)
             future.add_done_callback(partial(done, chunk, len(of_chunk)))
 
@@ -372,11 +410,13 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
 
     functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
-    requests, replies = os.dup(0), os.dup(1)
+    requests, replies = (fcntl.fcntl(n, fcntl.F_DUPFD, LOW) for n in (0, 1))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     _take_modules({"configs", "grading"}, set(sys.modules))  # a user's file may import another `configs`
+    sys.path.remove(ROOT)
+    sys.path.append(ROOT)
     found, files = {}, {}
     try:
         for spec, known in functions.items():
@@ -390,6 +430,8 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
+    while os.open(os.devnull, os.O_RDWR) < LOW:  # so that pebble's pipes get numbers from LOW on
+        pass
     _dispatch(requests, replies, workers, deadline, found)
     _die()
 
@@ -401,7 +443,7 @@ class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
     can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
-    workers     number of worker processes for comparisons; as many others call the functions
+    workers     number of worker processes for comparisons; as many others call each function
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
@@ -434,7 +476,7 @@ class Grader(AbstractContextManager):
         self._grades = {}  # key -> Grade or Reply, for `results`
         self._cache = {}  # request -> Grade
         self._pending = {}  # request without outcome -> (key, answer) of each response that waits for it
-        self._waiting = []  # requests that are in no chunk yet
+        self._waiting = {}  # pool (see `_pool_of`) -> requests that are in no chunk yet
         self._size = 1  # number of requests in the next chunk; a chunk should take 0.1 s
         self._chunks = {}  # chunk number -> its requests, until the reply
         self._count = 0  # number of chunks so far
@@ -518,16 +560,17 @@ class Grader(AbstractContextManager):
             return
         if request[0] != "compare" and self.known[request[1]][1]:
             self._send([request])  # the function has `seconds`: one call per chunk, to run in parallel
-        else:
-            self._waiting.append(request)
-        if len(self._waiting) >= self._size:
-            self._send_waiting()
+            return
+        waiting = self._waiting.setdefault(_pool_of(request), [])
+        waiting.append(request)
+        if len(waiting) >= self._size:
+            self._send(self._waiting.pop(_pool_of(request)))
 
     def results(self) -> dict[Hashable, Grade | Reply]:
         """Wait for all outcomes. Returns a dict: key -> Grade or Reply, for each `submit` and `ask` since the
         last call. The wait ends early if `stop` is not empty or `failure` is set (see `check`). Then each
-        response without an outcome gets a Grade with the reason "timeout". Raises RuntimeError if the server
-        dies or stalls twice."""
+        response without an outcome gets a Grade with the reason "timeout". If the server dies or stalls
+        twice, sets `failure`, or raises RuntimeError if there are no users' functions."""
         self._send_waiting()
         heard = told = time.monotonic()
         replaced = False
@@ -536,9 +579,13 @@ class Grader(AbstractContextManager):
             if replied:
                 heard = now
             elif self._process.poll() is not None or now - heard > self.patience:
-                if replaced:
+                if replaced and not self.known:
                     raise RuntimeError("the grading server died or stalled twice, "
                                        f"{len(self._pending)} left: see stderr")
+                if replaced:
+                    self.failure = (f"the grading server died or stalled twice while it called "
+                                    f"{' '.join(self.known)}; needed: functions that end no other process")
+                    break
                 self._start()
                 replaced, heard = True, now
             if now - told > TELL:
@@ -575,6 +622,7 @@ class Grader(AbstractContextManager):
         if self._process:
             with self._process, suppress(ProcessLookupError):  # `with` closes the pipes and waits for the end
                 os.killpg(self._process.pid, signal.SIGKILL)
+            _kill_marked(self._mark)
         self._process = None
 
     def __exit__(self, *_):
@@ -583,12 +631,14 @@ class Grader(AbstractContextManager):
     def _start(self):
         """End the old server, start a new server, and send it all chunks that have no reply."""
         self.close()
-        command = [sys.executable, "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
+        self._mark = os.urandom(8).hex()
+        # -P: without it, the working folder would be in sys.path.
+        command = [sys.executable, "-P", "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
         # bufsize=0, because `poll` does not see bytes in a Python buffer. start_new_session, because ctrl-C
         # must not end the server.
         self._process = subprocess.Popen(
             command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORZ_GRADER": self._mark})
         os.set_blocking(self._process.stdin.fileno(), False)  # the trainer must not wait for a busy server
         self._unsent = bytearray()
         self._unread = b""  # the last line from the server, if its end has not arrived yet
@@ -604,9 +654,9 @@ class Grader(AbstractContextManager):
         self._unsent += json.dumps([self._count, requests]).encode() + b"\n"
 
     def _send_waiting(self):
-        if self._waiting:
-            self._send(self._waiting)
-            self._waiting = []
+        for requests in self._waiting.values():
+            self._send(requests)
+        self._waiting = {}
 
     def _exchange(self, seconds):
         """Write requests to the server and read its replies. Waits at most `seconds` until a pipe is ready.
@@ -666,6 +716,11 @@ class Grader(AbstractContextManager):
                 self.errors.setdefault(error.partition(":")[0], error)
         if len(self._cache) > CACHE:
             self._cache.clear()
+
+
+def _pool_of(request):
+    """Returns the name of the pool that carries out a request: "compare", or "FILE.py:FUNCTION"."""
+    return request[0] if request[0] == "compare" else request[1]
 
 
 def _check_spec(spec):

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import require
+from configs import UserError, from_json, if_there, require
 
 HEARTBEAT = 20.0  # seconds between heartbeats; each renews the lock file's modification time
 DEAD = 120.0  # seconds without a heartbeat; then a run on another host may take over the lock
+OWNER = {"host": str, "pid": int, "start": str}  # content of the lock file; of new ones, also "system"
 
 
 class FolderLock:
@@ -30,62 +31,90 @@ class FolderLock:
                      "start": _start_of(os.getpid())}
 
     def claim(self) -> None:
-        """Makes the folder and takes its lock. If the lock's owner is on another host, waits up to DEAD
+        """Makes the folder and takes its lock. If the lock's owner may be on another host, waits up to DEAD
         seconds for a heartbeat. Raises UserError if another run uses the folder, and OSError if the folder
         can't be written to."""
-        folder = self.file.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            text, owner = self.file.read_bytes() if self.file.is_file() else b"", self.owner()
-            require(b'{"host":'.startswith(text[:8]) and not self.file.is_dir(),
-                    f"{self.file} is no lock of torz", "another place for it, or another --out")
-            require(not self._is_alive(owner), f"{folder} is in use by process {owner.get('pid')} on "
-                    f"{owner.get('host')}", "the end of that run, or another --out")
+            self.refuse_living()
+            owner = self.owner()
+            elsewhere = owner.get("system") != self.mine["system"]
+            require(not elsewhere or not self._beats(owner), self._in_use(owner), "the end of that run, or "
+                    "another --out")
             if self.owner() == owner:  # no other run has taken over the lock meanwhile
                 self.file.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True, name="lock").start()
         atexit.register(self.release)
 
+    def refuse_living(self) -> None:
+        """Raises UserError if the lock's owner is a living process of this host."""
+        owner = self.owner()
+        # A lock with our own pid is left from an earlier run: this run has no lock yet.
+        alive = (owner.get("system") == self.mine["system"] and owner["pid"] != os.getpid()
+                 and owner["start"] == _start_of(owner["pid"]))
+        require(not alive, self._in_use(owner), "the end of that run, or another --out")
+
+    def _in_use(self, owner):
+        by = f"process {owner['pid']} on {owner['host']}" if owner else "another run"
+        return f"{self.file.parent} is in use by {by}"
+
     def _create(self):
         try:
-            with self.file.open("x") as file:
-                json.dump(self.mine, file)
-            return True
+            file = self.file.open("x")
         except FileExistsError:
             return False
+        try:
+            with file:
+                json.dump(self.mine, file)
+        except OSError:  # the disk is full: leave no empty lock
+            self.file.unlink()
+            raise
+        return True
 
     def release(self) -> None:
         """Stop the heartbeat. If this run still owns the lock, remove the lock."""
         self.ended.set()
         # If the disk fails, the lock file stays. Its heartbeat has ended, so a later run takes over the lock.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UserError):
             if self.owner() == self.mine:
                 self.file.unlink(missing_ok=True)
 
     def owner(self) -> dict[str, Any]:
-        """Returns the content of the lock file; {} if the file can't be read."""
-        try:
-            return json.loads(self.file.read_text())
-        except (OSError, ValueError):
-            return {}
+        """Returns the content of the lock file; {} if there is no lock file, or if a crash has cut it. Raises
+        UserError if the file can't be read, or if no run of torz wrote it."""
+        text = if_there(Path.read_bytes, self.file) or b""
+        begin = b'{"host":'
+        require(begin.startswith(text[:len(begin)]), f"{self.file} is no lock of torz",
+                "another place for it, or another --out")
+        return from_json(text, OWNER, self.file) if text.strip().endswith(b"}") else {}
 
-    def _is_alive(self, owner):
-        """Returns whether the lock's owner is alive. If the owner is on another host, waits up to DEAD
-        seconds for a heartbeat."""
-        if owner.get("system") == self.mine["system"]:
-            # A lock with our own pid is left from an earlier run: this run has no lock yet.
-            return owner["pid"] != os.getpid() and owner["start"] == _start_of(owner["pid"])
+    def check(self) -> None:
+        """Ends this process if another run has taken over the lock, for example while this process was
+        stopped. Call it before each write to the folder."""
+        owner = {}
+        with contextlib.suppress(UserError):  # unreadable: the next call looks again
+            owner = self.owner()
+        if owner not in ({}, self.mine):
+            print(f"{self.file.parent} was taken over by process {owner['pid']} on "
+                  f"{owner['host']}: this process ends without saving", file=sys.__stderr__, flush=True)
+            os._exit(1)
+
+    def _beats(self, owner):
+        """Returns whether the lock's owner is alive. Waits up to DEAD seconds for its heartbeat."""
         before, began = self._beaten(), time.monotonic()
         # The clocks of two hosts may differ, so the lock's age is measured by the file server's clock. utime
         # sets the folder's modification time by this clock.
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
-            print(f"the lock {self.file} belongs to a run on another host; waiting up to "
-                  f"{patience:.0f} s to see whether that run is alive", flush=True)
-        while self._beaten() == before and time.monotonic() - began < patience:
+            what = "belongs to a run on another host" if owner else "is empty or cut, as a crash leaves it"
+            print(f"the lock {self.file} {what}; waiting up to {patience:.0f} s to see whether its run is "
+                  "alive", flush=True)
+        while (self._beaten() == before and self.owner() == owner
+               and time.monotonic() - began < patience):
             time.sleep(2)
-        return self._beaten() not in (before, 0.0)  # a new time; 0 means that the lock file is gone
+        # A new time is a heartbeat. 0 means that the lock file is gone.
+        return self.owner() == owner and self._beaten() not in (before, 0.0)
 
     def _beaten(self):
         """Returns the lock file's modification time in seconds; 0 if there is no lock file."""
@@ -95,16 +124,11 @@ class FolderLock:
             return 0.0
 
     def _beat(self):
-        """Renew the lock file until `release`. If another run has taken over the lock, end this process."""
+        """Renew the lock file until `release`."""
         while not self.ended.wait(HEARTBEAT):
-            owner = self.owner()
-            if owner == self.mine:
-                with contextlib.suppress(OSError):
-                    os.utime(self.file)
-            elif owner:
-                print(f"{self.file.parent} was taken over by process {owner['pid']} on "
-                      f"{owner['host']}: this process ends without saving", file=sys.__stderr__, flush=True)
-                os._exit(1)
+            self.check()
+            with contextlib.suppress(OSError):
+                os.utime(self.file)
 
 
 def _system():

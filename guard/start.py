@@ -33,6 +33,8 @@ from configs import (
     differences,
     explained,
     gib,
+    if_there,
+    names_in,
     nearest,
     read_json,
     require,
@@ -71,7 +73,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
     - has files in export/policy or export/critic that no export wrote"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
-        found = sorted(path.name for path in folder.glob("*") if path != lock.file)
+        found = [name for name in names_in(folder) if name != lock.file.name]
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         require(cfg.resume != "never" or restarted or not found,
                 f"{folder} is not empty, and --resume is never", "an empty --out, or --resume auto")
@@ -94,7 +96,8 @@ WRITTEN = (".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.js
 
 
 def is_run(folder: Path) -> bool:
-    """Returns whether an earlier run has written to this folder."""
+    """Returns whether an earlier run has written to this folder. Raises UserError if this can't be read."""
+    if_there(Path.read_bytes, folder / "config.json")
     with suppress(UserError):
         if read_json(folder / "config.json").keys() >= {"algo", "versions"}:
             return True
@@ -182,7 +185,7 @@ def checkpoint_id(path: Path | None) -> str:
     """Returns the name and a hash of a complete checkpoint, or "none" if `path` is None."""
     if path is None:
         return "none"
-    return f"{path.name} {short_hash((path / 'COMPLETE').read_bytes())}"
+    return f"{path.name} {short_hash(if_there(Path.read_bytes, path / 'COMPLETE') or b'')}"
 
 
 def check_space(folder: Path, needed: float) -> None:

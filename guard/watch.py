@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch.distributed as td
 
-from dist import CURRENT, stop_signal
+from dist import CURRENT, not_ignored, stop_signal
 
 
 def watch(limit: float) -> None:
@@ -65,7 +65,8 @@ def print_stacks(head: str) -> None:
 
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
-    """Context manager. Inside it, SIGTERM, SIGUSR1 and ctrl-C request a stop (dist.stop_requested). The
+    """Context manager. Inside it, SIGTERM, SIGUSR1, SIGHUP (a closed terminal), SIGQUIT and ctrl-C request a
+    stop (dist.stop_requested). A SIGHUP or SIGQUIT that the caller ignores, as under nohup, does not. The
     process ends with status 1 if the body still runs `grace` seconds after the signal. A second ctrl-C ends
     the process at once, also with status 1."""
     ended = threading.Event()
@@ -77,8 +78,10 @@ def handle_signals(grace: float) -> Iterator[None]:
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
             if os.environ.get("RANK", "0") == "0":
-                os.write(2, f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
-                         f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n".encode())
+                text = (f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
+                        f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n")
+                with contextlib.suppress(OSError):  # the terminal was closed
+                    os.write(2, text.encode())
         # torchrun repeats the first ctrl-C, so a second ctrl-C within 2 seconds is ignored.
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
@@ -92,7 +95,7 @@ def handle_signals(grace: float) -> Iterator[None]:
 
     threading.Thread(target=watch_grace, daemon=True, name="grace").start()
     before = {number: signal.signal(number, request)
-              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *not_ignored())}
     try:
         yield
     finally:

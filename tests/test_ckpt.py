@@ -142,7 +142,8 @@ def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
 
 def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
     whole = two_ranks[0] / "ckpt" / "step_000004"
-    files = {name: entry for name, entry in ckpt.read_mark(whole).items() if name != "state.json"}
+    mark = json.loads((whole / "COMPLETE").read_text())
+    files = {name: entry for name, entry in mark.items() if name != "state.json"}
     for case in ("whole", "cut", "missing"):
         temp, final = tmp_path / f".{case}.part", tmp_path / case
         shutil.copytree(whole, temp)
@@ -154,7 +155,7 @@ def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
             os.truncate(file, file.stat().st_size - 1) if case == "cut" else file.unlink()
             with pytest.raises(OSError, match=file.name):
                 ckpt.publish(temp, final, {"step": 4}, files)
-        assert ckpt.damaged(final) == "" and temp.exists() != final.exists() == (case == "whole")
+        assert temp.exists() != final.exists() == (case == "whole") == (ckpt.damaged(final) == "")
 
 
 @pytest.mark.parametrize("victim,moment", [
@@ -715,7 +716,7 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
         state = json.loads((folder / "state.json").read_text())
         state["config"]["model"] = "/gone/base"
         (folder / "state.json").write_text(json.dumps(state))
-        mark = ckpt.read_mark(folder)
+        mark = json.loads((folder / "COMPLETE").read_text())
         (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._describe(folder / "state.json")))
     shutil.copytree(base.model, moved)
     for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
@@ -817,7 +818,9 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
 
 def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
     packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
-    file = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
+    said = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
+    file, = (tmp_path / "nonfinite").iterdir()
+    assert said == f"its packs are in {file}"
     want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
             if value is not None}
     assert equal(load_file(file), want) and len(want) > 20

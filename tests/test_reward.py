@@ -532,8 +532,22 @@ def test_a_server_that_dies_twice_is_an_error(custom):
     spec = custom("def score(response, answer, kind): os.kill(os.getppid(), 9)")
     with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "", True, custom=spec)
+        assert grader.results()[0].reason == "timeout"
+        with pytest.raises(UserError, match=f"died or stalled twice while it called {spec}; needed: "):
+            grader.check()
+        grader.known, grader.failure = {}, ""  # as without functions
+        grader._start()
+        grader.submit(0, boxed("x+1"), "1+x", True)
+        kill = threading.Thread(target=lambda: [kill_server(grader) for _ in range(2000)], daemon=True)
+        kill.start()
         with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
             grader.results()
+
+
+def kill_server(grader):
+    if grader._process:
+        grader._process.kill()
+    time.sleep(0.01)
 
 
 def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
@@ -639,3 +653,132 @@ def test_importing_is_light_and_starts_nothing():
     code = ("import sys, threading; import reward; assert threading.active_count() == 1; "
             "assert not {'math_verify', 'sympy', 'pebble', 'torch', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# --- what a user's files may not reach
+
+SHADOWS = "types functools collections warnings importlib calendar statistics secrets csv json".split()
+
+
+@pytest.mark.parametrize("place", ["working folder", "beside the reward"])
+def test_no_file_of_a_user_stands_in_for_the_standard_library(place, tmp_path, monkeypatch):
+    """Ten names. The reward, pebble and math-verify import some of these modules."""
+    folder = tmp_path / place
+    folder.mkdir()
+    for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working folder" else [])]:
+        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    spec = f"{(folder if place != 'working folder' else tmp_path) / 'mine.py'}:score"
+    Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
+                               "def score(response):\n"
+                               "    return len(calendar.day_name) / 7 * statistics.mean([1])")
+    monkeypatch.chdir(folder)
+    with Grader(customs=[spec]) as grader:
+        grader.submit(0, "x", "", True, custom=spec)
+        grader.submit(1, boxed("x+1"), "1+x", True)
+        assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("body", [
+    "for n in range(3, 64):\n  try: os.write(n, b'[1, 2]\\n' * 99)\n  except OSError: pass",
+    "os.closerange(3, 64)", "[os.dup2(2, n) for n in range(3, 64)]",
+    "for n in range(3, 64):\n  try: os.write(n, b'\\xff' * 9999)\n  except OSError: pass"])
+@pytest.mark.parametrize("at", ["call", "import"])
+def test_a_function_may_do_what_it_likes_with_descriptors_below_64(custom, body, at):
+    lines = "\n".join(f"    {line}" for line in body.split("\n"))
+    code = f"def f():\n{lines}\n" + ("f()\n" if at == "import" else "")
+    Path(spec := custom("")[:-6]).write_text(f"import os\n{code}def score(response):\n    f()\n    return 1")
+    spec += ":score"
+    with Grader(workers=2, customs=[spec]) as grader:
+        for i in range(8):
+            grader.submit(i, str(i), "", True, custom=spec)
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        assert [g.reason for g in grader.results().values()] == ["correct"] * 9, grader.errors
+
+
+def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
+    spec = custom("""
+        def score(response):
+            for n in range(3, 1024) if response == "all" else ():
+                try: os.write(n, b"[1, 2]\\n" * 99)
+                except OSError: pass
+            return 1
+    """)
+    with Grader(workers=1, deadline=0.5, customs=[spec]) as grader:
+        grader.patience = 20
+        grader.submit("all", "all", "", True, custom=spec)
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        grades = grader.results()
+        assert grades["compared"].reason == "correct"
+        assert grades["all"].reason in ("error", "timeout") or grader.failure
+
+
+
+@pytest.mark.parametrize("error", ["raise ValueError", "raise SystemExit", "return 1", "raise self",
+                                   "raise KeyboardInterrupt", "os._exit(3)", "while True: pass"])
+def test_an_error_whose_text_raises_is_an_error(custom, error):
+    spec = custom(f"""
+        class Bad(Exception):
+            def __str__(self):
+                {error}
+        def score(response):
+            raise Bad()
+    """)
+    with Grader(workers=1, deadline=0.5, customs=[spec]) as grader:
+        for i in range(3):
+            grader.submit(i, str(i), "", True, custom=spec)
+        assert {g.reason for g in grader.results().values()} <= {"error", "timeout"}
+        assert grader._late >= 3 or any("Bad: (its text raises" in text for text in grader.errors.values())
+
+
+PATCHES = {"import": "import builtins\nbuiltins.len = lambda x: 99\nbuiltins.extra = 1\ndel builtins.abs\n",
+           "call": ""}
+
+
+@pytest.mark.parametrize("when", PATCHES)
+def test_builtins_that_one_function_replaces_are_not_those_of_others(tmp_path, when):
+    patch = "import builtins; builtins.len = lambda x: 99; import math; math.sqrt = len; os.chdir('/')"
+    (tmp_path / "a.py").write_text(f"import os\n{PATCHES[when]}def score(response):\n    "
+                                   f"{patch if when == 'call' else ''}\n    return len('abc') == 99\n")
+    (tmp_path / "b.py").write_text("import math, os\ndef score(response):\n"
+                                   "    return len('abc') == 3 and math.sqrt(4) == 2 and abs(-1) == 1 "
+                                   "and os.getcwd() != '/'\n")
+    a, b = f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score"
+    for order in ([a, b], [b, a]):
+        with Grader(workers=1, customs=order) as grader:
+            for i in range(12):
+                grader.submit(i, str(i), "", True, custom=order[i % 2])
+            grader.submit("compared", boxed("x+1"), "1+x", True)
+            assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+
+
+STARTS = {"child": "subprocess.Popen(['sleep', '77'])",
+          "session": "subprocess.Popen(['sleep', '77'], start_new_session=True)",
+          "orphan": "subprocess.run('setsid sleep 77 > /dev/null 2>&1 < /dev/null &', shell=True)",
+          "fork": "os.fork() or (os.setsid(), time.sleep(77), os._exit(0))",
+          "killer": "subprocess.Popen(['sleep', '77'], start_new_session=True); os.kill(os.getppid(), 9)"}
+
+
+@pytest.mark.parametrize("how", STARTS)
+def test_no_process_of_a_function_outlives_the_grader(custom, how):
+    spec = custom(f"import subprocess\ndef score(response):\n    {STARTS[how]}\n    return 1")
+    with Grader(workers=2, customs=[spec]) as grader:
+        for i in range(3):
+            grader.submit(i, str(i), "", True, custom=spec)
+        grader.results()
+        mark = grader._mark.encode()
+        assert bool(grader.failure) == (how == "killer")
+        if how == "killer":
+            assert spec in grader.failure
+    assert not marked_processes(mark)
+
+
+def marked_processes(mark):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes() and alive(int(folder.name)):
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found

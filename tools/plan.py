@@ -141,8 +141,8 @@ def shape_of(config: dict, name: str) -> Shape:
     get, family = config.get, config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
-        require(bool(get(size)), f"the config of {name} ({family}) has no {size}",
-                "a dense decoder like Llama or Qwen")
+        require(isinstance(get(size), int) and get(size) > 0, f"the config of {name} ({family}) has no {size}"
+                f" above 0: {get(size)}", "a dense decoder like Llama or Qwen")
     return Shape(name, *map(get, sizes), get("num_key_value_heads") or get("num_attention_heads"),
                  get("tie_word_embeddings", family in TIED), get("head_dim") or 0,
                  get("attention_bias") or family == "qwen2", get("hidden_act") == "silu")

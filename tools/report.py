@@ -17,10 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import explained, read_json, read_jsonl, require, run_command, shorten, show
-from log import NAN, read_metrics
+from configs import exists, explained, read_json, read_jsonl, require, run_command, shorten, show
+from log import ALARM, NAN, read_metrics
 from tools.plan import as_text
 
+# The shape (configs.misfit) of the rows of samples/ and eval/
+ROW = {"set": str | None, "prompt_id": int, "problem": str, "response": str, "segments": list | None,
+       "reward": float | int, "reason": str}
 # A metric that is 0 in the whole run has no logarithm. Its panel stays empty. Hide matplotlib's warning.
 warnings.filterwarnings("ignore", "Data has no positive values")
 
@@ -40,7 +43,7 @@ def _values(runs, key):
 def _flags(run):
     """Returns the content of a run's config.json as a dict: its packages, code, data and models, and its
     flags except `seed` and `out`. The dict is empty if there is no config.json."""
-    config = read_json(run / "config.json")
+    config = read_json(run / "config.json", {"versions": dict})
     config |= config.pop("versions", {})
     return {f"--{name.lstrip('-')}": str(value) for name, value in config.items()
             if name not in ("seed", "out")}
@@ -134,7 +137,7 @@ def facts(runs: Sequence[Path]) -> dict[str, str]:
     found = {
         "run": f"{config.get('algo', '–')}, seed {seeds}, model {config.get('model', '–')}",
         "steps": f"{len(times)} of {config.get('steps', '–')} in {sum(times) / 60:.1f} minutes",
-        "alarms": f"{sum(len(read_jsonl(run / 'alarms.jsonl')) for run in runs)}"}
+        "alarms": f"{sum(len(read_jsonl(run / 'alarms.jsonl', ALARM)) for run in runs)}"}
     for key in _keys_of(chain(*data), "reward|eval/.+@.+"):
         steps, values = _values(data, key)
         common = np.isfinite(values).all(0)
@@ -151,8 +154,8 @@ def facts(runs: Sequence[Path]) -> dict[str, str]:
 def _scores(run, key, step):
     """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N; else []."""
     problems = {}
-    for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl"):
-        if key.startswith(f"eval/{row['set']}/avg@"):
+    for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl", ROW):
+        if key.startswith(f"eval/{row.get('set')}/avg@"):
             problems.setdefault(row["prompt_id"], []).append(row["reward"])
     return list(map(np.mean, problems.values()))
 
@@ -175,11 +178,11 @@ def story(run: Path) -> str:
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = _files(run, "eval")
     if len(files) > 1:
-        for base, trained in zip(read_jsonl(files[0])[:3], read_jsonl(files[-1]), strict=False):
-            lines.append(f"\n{shorten(base['problem'])}  (answer {base['gold']})")
+        for base, trained in zip(read_jsonl(files[0], ROW)[:3], read_jsonl(files[-1], ROW), strict=False):
+            lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
             for name, row in ("base   ", base), ("trained", trained):
                 lines.append(f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}")
-    for alarm in read_jsonl(run / "alarms.jsonl")[-5:]:
+    for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
     return "\n".join([
         *lines, "", f"report   {run}/report.html", f"plot     {run}/plot.png",
@@ -218,7 +221,7 @@ def _files(run, kind):
     steps, which an earlier run may have left, are not returned."""
     files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)
              if kind != "eval" or any("eval/" in name for name in row)]
-    return list(filter(Path.is_file, files))
+    return list(filter(exists, files))
 
 
 def _samples(run, kind):
@@ -226,7 +229,7 @@ def _samples(run, kind):
     kind: the folder's name"""
     files, html = _files(run, kind)[::-1], ""
     for file in files[::len(files) // 6 + 1]:
-        rows, cards = read_jsonl(file), ""
+        rows, cards = read_jsonl(file, ROW), ""
         for right in (False, True):
             some = [row for row in rows if (row["reward"] >= 1) == right]
             cards += "".join(map(_card, some[::len(some) // SHOWN + 1]))
@@ -237,7 +240,7 @@ def _samples(run, kind):
 def _card(row):
     """Returns a response as HTML. The texts of an environment (--env) are marked."""
     grade = f"{'✓' if row['reward'] >= 1 else '✗'} {row['reason']}, reward {row['reward']}"
-    answers = f"answer {row['answer']}, gold answer {row['gold']}, {row['tokens']} tokens"
+    answers = f"answer {row.get('answer')}, gold answer {row.get('gold')}, {row.get('tokens')} tokens"
     texts = [f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)
              for i, text in enumerate(row.get("segments", [row["response"]]))]
     return (f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
@@ -248,8 +251,8 @@ def write_report(run: Path) -> None:
     """Write plot.png and report.html into the folder of a run. Raises OSError if this fails."""
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
-    alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl")]
-    plan = "\n".join(as_text(read_json(run / "plan.json")))
+    alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]
+    plan = "\n".join(as_text(read_json(run / "plan.json", {str: dict})))
     last = dict(chain(*map(dict.items, read_metrics(run))))  # metric -> its last value
     sections = {
         "Summary (± standard error)": _table(facts([run]).items()),
