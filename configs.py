@@ -226,7 +226,7 @@ class Config:
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error
     freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref), in metric and reward
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
     ref_refresh: bool = False  # after each epoch, copy the policy to the reference; not with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
@@ -296,9 +296,10 @@ class Config:
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
                 f"a multiple of {least} instead of {most}")
-        require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
-                f"{self.samples_per_step} samples",
-                "fewer --critic_updates or --policy_updates, or more samples")
+        unit = "prompts" if self.whole_prompts else "samples"
+        most = self.prompts_per_step if self.whole_prompts else self.samples_per_step
+        require(self.minibatches <= most, f"{self.minibatches} updates a step, but only {most} {unit}",
+                f"fewer --critic_updates or --policy_updates, or more {unit}")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
                 "not shorter than a response", f"less than --max_response_len {self.max_response_len}")
         require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
@@ -322,9 +323,6 @@ class Config:
             require(not getattr(self, name) or self.compares_samples, f"--{name} is for runs that "
                     "compare the samples of a prompt, and this run does not compare them",
                     f"no --{name}, or --algo grpo with another --advantage than return_whiten")
-        require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
-                "with --kl_in loss, the gradient of --kl_estimator k1 ignores the reference",
-                "--kl_estimator k2 or k3, or --kl_in reward")
         require(not self.carry or self.mismatch != "none", f"--carry {self.carry} with --mismatch none: "
                 "nothing corrects for tokens that older weights sampled", "--mismatch token-truncate")
         low, high = self.mismatch_bounds
@@ -345,6 +343,11 @@ class Config:
     def compares_samples(self) -> bool:
         """Whether a sample's advantage depends on the other samples of its prompt."""
         return self.algo == "grpo" and self.advantage != "return_whiten"
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether all samples of a prompt are in the same update."""
+        return self.algo == "grpo" and self.aggregation == "prompt"
 
     @property
     def model_len(self) -> int:
@@ -409,7 +412,8 @@ class Config:
             return base * (done + 1) / warmup
         if self.lr_decay == "constant":
             return base
-        progress = min(1.0, (done + 1 - warmup) / max(total - warmup, 1))
+        # As torch's LinearLR and CosineAnnealingLR: `lr_end` would be the rate of the update after the last.
+        progress = min(1.0, (done - warmup) / max(total - warmup, 1))
         if self.lr_decay == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         return base + (self.lr_end - base) * progress

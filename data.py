@@ -426,15 +426,20 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
     """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
-    same samples for any number of ranks.
+    same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and all minibatches
+    have equally many.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
     prompts: prompt_id of each sample"""
-    order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
-    minibatches = partition(lengths[order], cfg.minibatches)
-    return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
-            for chosen in minibatches]
+    rng = np.random.default_rng([cfg.seed, MINIBATCH, step])
+    if cfg.whole_prompts:
+        parts = np.array_split(rng.permutation(np.unique(prompts)), cfg.minibatches)
+        minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
+    else:
+        order = rng.permutation(len(lengths))
+        minibatches = [np.sort(order[chosen]) for chosen in partition(lengths[order], cfg.minibatches)]
+    return [_packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len) for samples in minibatches]
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):

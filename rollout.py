@@ -451,11 +451,13 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 def majority(group: Sequence[Sample]) -> float:
     """Returns 1 if a prompt's most frequent answer is right, else 0 (also if no answer was found). With a
-    tie, returns the fraction of tied answers that are right."""
-    votes = Counter(s.answer for s in group if s.answer is not None)
-    top = [a for a, count in votes.items() if count == max(votes.values())]
+    tie, returns 1 / (number of tied answers) if one of them is right. All answers that were graded right
+    count as one answer. Wrong answers are equal if their texts are."""
     right = {s.answer for s in group if s.right}
-    return sum(a in right for a in top) / len(top) if top else 0.0
+    # True stands for all right answers.
+    votes = Counter(s.answer in right or s.answer for s in group if s.answer is not None)
+    top = [a for a, count in votes.items() if count == max(votes.values())]
+    return (True in top) / max(len(top), 1)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -470,7 +472,8 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
-    row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    row = same | dict(score=s.score, terms=s.entered, problem=problem.text, gold=problem.answer,
+                      response=s.text, tokens=len(s.ids))
     if problem.fields:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:
