@@ -149,7 +149,7 @@ class Config:
 
     # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl, .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # added: math, choice, exact, FILE.py:FUNCTION, …; math=2: weight 2
     steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes
@@ -789,8 +789,10 @@ def data_file(path: str) -> Path:
     """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
     in one of DATA_FILES."""
     file = Path(path)
-    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}",
-            _build(path) or "a .json, .jsonl or .parquet file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
+    inside = [f for kind in DATA_FILES for f in sorted(file.rglob(f"*{kind}"))]
+    require(not inside, f"{path} is a folder", inside and f"its files, such as {inside[0]}")
+    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}", _build(path)
+            or "a .json, .jsonl, .parquet or .arrow file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
     return file
 
 
@@ -838,7 +840,7 @@ def replace_text(path: Path, text: str) -> None:
     temp.replace(path)
 
 
-DATA_FILES = (".json", ".jsonl", ".parquet")
+DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
 
 
 def read_json(file: Path) -> dict[str, Any]:

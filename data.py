@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from configs import Config, Say, UserError, explained, require, short_hash, show
 from dist import Layout
-from grading.rows import problem_rows, suspicious
+from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
 
 TEMPLATES = {
@@ -198,16 +199,19 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
+    special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
     problems, too_long, seen, repeated = [], [], set(), 0
     for path in paths:
-        rows = list(problem_rows(path, kind_of(cfg.reward), keep_fields))
-        for line in suspicious(rows):
+        rows = []
+        for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
+            if row is None or row in seen:
+                repeated += 1
+            else:
+                rows.append((number, row))
+                seen.add(row)
+        for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
-            if row in seen:
-                repeated += 1
-                continue
-            seen.add(row)
             try:
                 ids = tuple(encode(row.turns))
             except UserError as e:
@@ -246,6 +250,9 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "") -> Ca
         else:
             text = _fill_chat_template(tokenizer, turns, system_prompt)
         ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
+        require(ids[:2] != [tokenizer.bos_token_id] * 2,
+                f"its prompt begins with {tokenizer.bos_token!r} twice",
+                "a template without it, because the tokenizer adds it")
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
                 "a template that does not end in it, and a tokenizer without add_eos_token")

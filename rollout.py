@@ -148,6 +148,15 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
                 f"math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
 
 
+def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
+    """Raises UserError if a prompt has a token for which the model has no embedding. `config`: the model's"""
+    for p in itertools.chain(*sets):
+        require(max(p.ids) < config.vocab_size,
+                f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and the model's embedding has "
+                f"{config.vocab_size} tokens", "rows and a template without tokens that were added to the "
+                "tokenizer, or another --model")
+
+
 # --- trajectories
 
 

@@ -96,11 +96,12 @@ from guard.start import (
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, resolve
+from model import load_config, load_critic, load_policy, load_tokenizer, logprobs, resolve
 from rollout import (
     TRAIN,
     Sets,
     check_graders,
+    check_tokens,
     load_sets,
     make_engine,
     make_grader,
@@ -345,6 +346,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
     if cfg.prompts_per_step > len(problems):
         say("each step repeats problems, because --prompts_per_step is above their number")
     check_graders([problems, *held_out.values()], cfg)
+    check_tokens([problems, *held_out.values()], load_config(cfg.model))
     check_parts(problems, tokenizer, cfg)
     check_keep_best(cfg, list(held_out))
     return problems, held_out
