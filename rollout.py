@@ -278,10 +278,13 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The response has room, but not for the whole text: an error of the environment.
-        if 0 < left < len(ids):
+        # The response has room, but not for the whole text, or the model has no embedding for a token: an
+        # error of the environment.
+        known = self.engine.config.vocab_size
+        if 0 < left < len(ids) or max(ids, default=0) >= known:
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
-                                          f"but the response has room for only {left}")
+                                          f"but the response has room for only {left}; its largest token is "
+                                          f"{max(ids)}, and the model has {known}")
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
         if len(ids) >= left:

@@ -62,9 +62,9 @@ OF_QUESTION = re.compile(
 # Fields that no prompt needs: one of these words between underscores, such as question_type.
 QUIET = re.compile(
     r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|topic|"
-    r"category|domain|tag|split|license|lang|language|style|ability|info|metadata|"
+    r"category|domain|tag|split|license|lang|language|style|ability|info|meta|metadata|"
     r"version|model|rate|score|count|reward|dataset|choice|option|answer|answerkey|label|"
-    r"solution|rationale|explanation|reasoning|cot|generation|response|output|"
+    r"solution|rationale|explanation|reason|reasoning|cot|generation|response|output|"
     r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)")
 MARKUP = r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>"  # chat markup of some model
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
@@ -176,19 +176,19 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
                 'a choice\'s text, or "reward": "choice"')
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
-    texts = [answer, dataset, *(content for role, content in turns)]
-    require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
-            "text in UTF-8")
+    contents = [content for role, content in turns]
+    require(not SURROGATE.search("".join([answer, dataset, *contents])),
+            f"{where} has a lone surrogate, which is not a character", "text in UTF-8")
     form = _form(_plain_text(gold) or "")
     return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form,
-               _unused(fields, "".join(_texts(texts)), where))
+               _unused(fields, "".join(_texts(contents)), where))
 
 
 def _unused(fields, shown, where):
     """Returns (name, hash of the value) for each field with a text that is not in `shown`. Fields with a name
     of QUIET are left out. Raises UserError if a field has a name of OF_QUESTION.
 
-    shown: words of prompt and answer, from `_texts`"""
+    shown: words of the prompt, from `_texts`"""
     found = []
     for name, value in fields.items():
         of_question = OF_QUESTION.fullmatch(name.casefold())
@@ -204,11 +204,11 @@ def _unused(fields, shown, where):
 
 def _texts(value):
     """Returns the texts in a value, also in lists and objects: each as words and signs between spaces. Null,
-    NaN and empty texts are left out."""
+    false, NaN and empty texts are left out."""
     if isinstance(value, dict | list):
         parts = value.values() if isinstance(value, dict) else value
         return [text for part in parts for text in _texts(part)]
-    words = [] if value is None or value != value else re.findall(r"\w+|[^\w\s]", str(value))
+    words = [] if value in (None, False) or value != value else re.findall(r"\w+|[^\w\s]", str(value))
     return [" ".join(["", *words, ""])] if words else []
 
 

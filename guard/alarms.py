@@ -8,7 +8,7 @@ from statistics import fmean
 
 from configs import Config
 from log import NAN
-from rollout import BY_FLAG, part_names
+from rollout import terms_of
 
 MEAN_STEPS = 5  # most alarms use means over the last 5 steps
 QUIET_STEPS = 10  # an alarm is printed again only after 10 steps in which it was inactive
@@ -84,30 +84,33 @@ ALARMS = {
 def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     """Returns a dict with the alarms that are active after the last step of `history`: name -> text."""
     recent = history[-MEAN_STEPS:]
+    terms = [term.name for term in terms_of(cfg) if term.weight]  # none if only a teacher trains the policy
     longest = max(history, key=lambda row: row["response_len"])
     now = defaultdict(lambda: NAN, {
         "first_entropy": next((row["entropy"] for row in history if "entropy" in row), NAN),
-        "always_uniform": all(row.get("uniform_groups") == 1 for row in history),
+        "always_uniform": bool(terms) and all(row.get("uniform_groups") == 1 for row in history),
         "longest": longest["response_len"], "score_at_longest": longest.get("score", NAN),
-        "constant_terms": ", ".join(constant_terms(history, cfg)),
+        "constant_terms": constant_terms(history, terms),
         # With one update a step, the clip has no effect and its flags are refused.
         "clip": "--clip_high 0.28 " if cfg.updates_per_step > 1 else "",
         "least_residual": min(row.get("mem/residual_gb", NAN) for row in history)})
     for name in history[-1]:
         now[name] = fmean(row[name] for row in recent if name in row)
+    if not terms:
+        now["uniform_groups"] = NAN
     return {name: text.format(now=now, cfg=cfg)
             for name, (active, text) in ALARMS.items() if active(now, cfg)}
 
 
-def constant_terms(history: History, cfg: Config) -> list[str]:
-    """Returns the names of the terms of --reward whose mean was the same in all steps, if there are
-    MEAN_STEPS or more. Penalties for long responses are left out, because no response may be long."""
+def constant_terms(history: History, terms: Sequence[str]) -> str:
+    """Returns the names of the terms of --reward whose mean was the same in all steps; "" in the first
+    MEAN_STEPS - 1 steps."""
     found = []
-    for name in part_names(cfg):
+    for name in terms:
         means = [row[f"reward/{name}"] for row in history if f"reward/{name}" in row]
-        if name not in BY_FLAG and len(means) >= MEAN_STEPS and max(means) - min(means) < 1e-9:
+        if len(means) >= MEAN_STEPS and max(means) - min(means) < 1e-9:
             found.append(f"{name} ({means[0]:g})")
-    return found
+    return ", ".join(found)
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:

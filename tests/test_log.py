@@ -95,6 +95,13 @@ def test_a_term_of_the_reward_that_is_constant_is_an_alarm(values, told):
     assert all("teaches nothing: format (" in text and "\n" not in text for _, text in alarms)
 
 
+def test_a_run_that_only_a_teacher_trains_has_no_alarm_about_its_rewards():
+    """With --reward math=0, all scores are 0."""
+    cfg = dataclasses.replace(PPO, reward=("math=0",), kl_coef=1.0, ref_model="teacher")
+    rows = [row | {"score": 0.0, "uniform_groups": 1.0, "reward/accuracy": 0.0} for row in learning()]
+    assert raised(rows, cfg) == [] != raised(rows)
+
+
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name != "orz-32b"])
 def test_an_alarm_recommends_no_flag_that_is_refused(preset):
     """Types each flag of each alarm with a value, after the preset's name."""

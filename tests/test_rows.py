@@ -572,7 +572,7 @@ ROW_OF = {"question": "How many are in it?", "answer": "10"}
 @pytest.mark.parametrize("name", """body Body passage passages context contexts CONTEXT context_text ctx
     article articles paragraph paragraphs story document documents premise background table image images
     image1 figure video audio input input_text A e opa option_a optionA choice_b c""".split())
-@pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7])
+@pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7, "10"])
 def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, tokenizer, tmp_path):
     """The name says that the field belongs to the question: a passage, a picture, a choice in its field."""
     with pytest.raises(UserError) as e:
@@ -583,7 +583,8 @@ def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, t
 
 @pytest.mark.parametrize("row", [
     {"passage": "Two   pears.\n", "question": "Two pears. How many?"}, {"passage": None}, {"passage": ""},
-    {"passage": " \n"}, {"passage": []}, {"passage": {}}, {"passage": float("nan")}, {"passage": [None, ""]},
+    {"passage": " \n"}, {"passage": False}, {"passage": []}, {"passage": {}}, {"passage": float("nan")},
+    {"passage": [None, ""]},
     {"context": ["Two", "are in"], "question": "Two are in it. How many?"}, {"images": []}, {"A": None},
     {"choices": {"A": "10", "B": "11"}, "A": "10", "B": "11", "answer": "A"}, {"contextual": "x"},
     {"choices": ["A) 10", "B) 11"], "answer": "B"},
@@ -598,10 +599,9 @@ def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, 
     split license language ability style extra_info metadata model llama8b_solve_rate pass_rate score
     correctness_count is_reasoning_complete correctness_math_verify solution rationale explanation
     generations messages answer_type cot_content finish_reasons solution_is_valid synthetic date
-    question_concat unit hint facts system_prompt equation name problem""".split())
+    question_concat unit hint facts system_prompt equation name problem meta""".split())
 def test_only_fields_without_a_known_meaning_are_told(name, tokenizer, tmp_path):
-    told = ("question_concat", "unit", "hint", "facts", "system_prompt", "equation", "name", "problem",
-            "finish_reasons")
+    told = ("question_concat", "unit", "hint", "facts", "system_prompt", "equation", "name")
     rows = [ROW_OF | {"question": f"{i}?"} | ({name: f"v{i}"} if i % 2 else {}) for i in range(8)]
     if name == "problem":  # this field is the problem, so the question is in no prompt
         name = "question"
