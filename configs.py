@@ -152,7 +152,7 @@ class Config:
 
     # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl or .parquet, or OWNER/NAME:FILE of the Hub
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl, .parquet, or OWNER/NAME:FILE of the Hub
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # added: math, choice, exact, FILE.py:FUNCTION, …; math=2: weight 2
     steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes
@@ -229,7 +229,7 @@ class Config:
     clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error
     freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref) at each token
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref), in metric and reward
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL term is added; reward needs ppo or return_whiten
     ref_refresh: bool = False  # after each epoch, copy the policy to the reference; not with --ref_model
     entropy_coef: NotNegative = 0.0  # weight of an entropy bonus
@@ -301,9 +301,10 @@ class Config:
         require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
                 f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
                 f"a multiple of {least} instead of {most}")
-        require(self.minibatches <= self.samples_per_step, f"{self.minibatches} updates a step, but only "
-                f"{self.samples_per_step} samples",
-                "fewer --critic_updates or --policy_updates, or more samples")
+        unit = "prompts" if self.whole_prompts else "samples"
+        most = self.prompts_per_step if self.whole_prompts else self.samples_per_step
+        require(self.minibatches <= most, f"{self.minibatches} updates a step, but only {most} {unit}",
+                f"fewer --critic_updates or --policy_updates, or more {unit}")
         require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
                 "not shorter than a response", f"less than --max_response_len {self.max_response_len}")
         require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
@@ -327,9 +328,6 @@ class Config:
             require(not getattr(self, name) or self.compares_samples, f"--{name} is for runs that "
                     "compare the samples of a prompt, and this run does not compare them",
                     f"no --{name}, or --algo grpo with another --advantage than return_whiten")
-        require(not self.kl_coef or self.kl_in == "reward" or self.kl_estimator != "k1",
-                "with --kl_in loss, the gradient of --kl_estimator k1 ignores the reference",
-                "--kl_estimator k2 or k3, or --kl_in reward")
         require(not self.carry or self.mismatch != "none", f"--carry {self.carry} with --mismatch none: "
                 "nothing corrects for tokens that older weights sampled", "--mismatch token-truncate")
         low, high = self.mismatch_bounds
@@ -350,6 +348,11 @@ class Config:
     def compares_samples(self) -> bool:
         """Whether a sample's advantage depends on the other samples of its prompt."""
         return self.algo == "grpo" and self.advantage != "return_whiten"
+
+    @property
+    def whole_prompts(self) -> bool:
+        """Whether all samples of a prompt are in the same update."""
+        return self.algo == "grpo" and self.aggregation == "prompt"
 
     @property
     def model_len(self) -> int:
@@ -414,7 +417,8 @@ class Config:
             return base * (done + 1) / warmup
         if self.lr_decay == "constant":
             return base
-        progress = min(1.0, (done + 1 - warmup) / max(total - warmup, 1))
+        # As torch's LinearLR and CosineAnnealingLR: `lr_end` would be the rate of the update after the last.
+        progress = min(1.0, (done - warmup) / max(total - warmup, 1))
         if self.lr_decay == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         return base + (self.lr_end - base) * progress
@@ -796,8 +800,10 @@ def data_file(path: str) -> Path:
     """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
     in one of DATA_FILES."""
     file = Path(path)
-    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}",
-            _build(path) or "a .json, .jsonl or .parquet file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
+    inside = [f for kind in DATA_FILES for f in sorted(file.rglob(f"*{kind}"))]
+    require(not inside, f"{path} is a folder", inside and f"its files, such as {inside[0]}")
+    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}", _build(path)
+            or "a .json, .jsonl, .parquet or .arrow file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
     return file
 
 
@@ -850,7 +856,7 @@ def follow_umask(file: Path) -> None:
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-DATA_FILES = (".json", ".jsonl", ".parquet")
+DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
 
 
 PATIENCE = 5.0  # seconds for which a file that can't be read is tried again

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import signal
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from configs import Config, Say, UserError, explained, require, short_hash, show
 from dist import Layout
-from grading.rows import problem_rows, suspicious
+from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
 
 TEMPLATES = {
@@ -201,16 +202,19 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             "--data FILE [FILE …]; the README tells which data a preset is made for")
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
+    special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
     problems, too_long, seen, repeated = [], [], set(), 0
     for path in paths:
-        rows = list(problem_rows(path, kind_of(cfg.reward), keep_fields))
-        for line in suspicious(rows):
+        rows = []
+        for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
+            if row is None or row in seen:
+                repeated += 1
+            else:
+                rows.append((number, row))
+                seen.add(row)
+        for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
-            if row in seen:
-                repeated += 1
-                continue
-            seen.add(row)
             try:
                 ids = encode(row.turns)
             except UserError as e:
@@ -258,6 +262,9 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "",
         if len(text) > most:
             return None
         ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
+        require(ids[:2] != [tokenizer.bos_token_id] * 2,
+                f"its prompt begins with {tokenizer.bos_token!r} twice",
+                "a template without it, because the tokenizer adds it")
         require(ids[-1] != tokenizer.eos_token_id,
                 f"its prompt ends in the end token {tokenizer.eos_token!r}",
                 "a template that does not end in it, and a tokenizer without add_eos_token")
@@ -463,16 +470,21 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
            step: int) -> Layout:
     """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
-    same samples for any number of ranks.
+    same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and all minibatches
+    have equally many.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     work: cost of each sample, in any unit
     prompts: prompt_id of each sample"""
     assert cfg.pack_len, "the plan (tools/plan.py, settle) replaces --pack_len 0"
-    order = np.random.default_rng([cfg.seed, MINIBATCH, step]).permutation(len(lengths))
-    minibatches = partition(lengths[order], cfg.minibatches)
-    return [_packs_of_ranks(np.sort(order[chosen]), lengths, work, prompts, ranks, cfg.pack_len)
-            for chosen in minibatches]
+    rng = np.random.default_rng([cfg.seed, MINIBATCH, step])
+    if cfg.whole_prompts:
+        parts = np.array_split(rng.permutation(np.unique(prompts)), cfg.minibatches)
+        minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
+    else:
+        order = rng.permutation(len(lengths))
+        minibatches = [np.sort(order[chosen]) for chosen in partition(lengths[order], cfg.minibatches)]
+    return [_packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len) for samples in minibatches]
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -396,16 +397,29 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     replace_tensors(model, optimizer, new)
 
 
+def weight_files(folder: str | Path) -> list[Path]:
+    """Returns the .safetensors files in a folder. consolidated*.safetensors is left out, because it repeats a
+    model's weights under other names."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    return [file for file in files if not file.name.startswith("consolidated")]
+
+
+def _reader(folder):
+    reader = HuggingFaceStorageReader(folder)
+    reader.fs.ls = lambda path: [str(file) for file in weight_files(path)]
+    return reader
+
+
 def tensors_in(folder: str) -> dict[str, Any]:
     """Returns a dict: name -> DCP's metadata (dtype, shape) of each tensor in a folder's safetensors files.
     Raises UserError if the files can't be read."""
     with explained(f"{folder}/*.safetensors can't be read", "intact copies of them"):
-        return HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+        return _reader(folder).read_metadata().state_dict_metadata
 
 
 def load_files(state: dict[str, Tensor], folder: str) -> None:
     """Fill the tensors of `state`, which may be sharded, from a folder's safetensors files."""
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(folder))
+    dcp.load(state, storage_reader=_reader(folder))
 
 
 @torch.no_grad()

@@ -91,12 +91,12 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
 
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
                 weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
-                correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                correction: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns the loss of a pack (a scalar: the sum of the tokens' losses times `weights`) and the number of
     clipped tokens.
 
     weights (T,): from `token_weights`
-    correction (T,): factor of each token's loss, from `mismatch_weight`; None: 1
+    correction (T,): factor of each token's loss, from `mismatch_weight`
     ratio:
         "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
@@ -116,9 +116,7 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
         clipped = near < free
     else:
         raise ValueError(f"unknown ratio {ratio!r}")
-    if correction is not None:
-        loss = loss * correction
-    return (torch.where(mask, loss, 0) * weights).sum(), (clipped & mask).sum()
+    return (torch.where(mask, loss * correction, 0) * weights).sum(), (clipped & mask).sum()
 
 
 @torch.no_grad()

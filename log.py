@@ -109,7 +109,7 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
         "reward": [s.reward for s in samples],
         "score": [s.score for s in samples],
         "pass@n": [any(s.right for s in group) for group in whole],
-        "uniform_groups": [len({s.reward for s in group}) == 1 for group in whole],
+        "uniform_groups": [len({s.score for s in group}) == 1 for group in whole],
         "response_len": lengths,
         "response_len²": [length**2 for length in lengths],
         "response_len/right": [len(s.ids) for s in samples if s.right],
@@ -311,10 +311,10 @@ def _append(path, row):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def read_metrics(run: Path) -> list[dict]:
+def read_metrics(run: Path | str) -> list[dict]:
     """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
     return [{name: NAN if x is None else x for name, x in row.items()}
-            for row in read_jsonl(run / "metrics.jsonl", METRICS)]
+            for row in read_jsonl(Path(run) / "metrics.jsonl", METRICS)]
 
 
 # --- trackers (--track)

@@ -557,7 +557,7 @@ def load_config(path: str) -> PreTrainedConfig:
     that torz does not support."""
     folder = model_folder(path)
     require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
-    require(any(folder.glob("*.safetensors")), f"{path} has no .safetensors files",
+    require(bool(dist.weight_files(folder)), f"{path} has no .safetensors files",
             "weights saved by save_pretrained")
     family = read_json(folder / "config.json").get("model_type", "")
     require(family in FAMILIES, f"{path} has model_type {family!r}, which torz does not support "
@@ -636,7 +636,7 @@ def on_meta(kind: type, path: str) -> PackModel:
         with torch.device("meta"):
             model = kind(config)
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
-    names = [name for file in Path(path).glob("*.safetensors") for name in safe_open(file, "pt").keys()]
+    names = [name for file in dist.weight_files(path) for name in safe_open(file, "pt").keys()]
     require(len(names) == len(files), f"two .safetensors files in {path} have the same tensors",
             "a folder with the files of one model")
     require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
@@ -676,7 +676,7 @@ def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
     """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
     UserError as `on_meta` does."""
     ours = dict(on_meta(Policy, path).named_parameters())
-    for file in sorted(Path(path).glob("*.safetensors")):
+    for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
             for name in f.keys():  # noqa: SIM118  f is not a dict
                 if name in ours:

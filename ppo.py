@@ -83,7 +83,7 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
-    """Returns (T,) estimates of KL(policy || ref) in nats.
+    """Returns (T,) estimates of KL(policy || ref) in nats: for metrics and rewards. `kl_loss` is the loss.
 
     logp, ref (T,): log-probs of tokens that the policy has sampled.
     estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
@@ -99,22 +99,33 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
+def kl_loss(logp: Tensor, old_logp: Tensor, ref: Tensor) -> Tensor:
+    """Returns (T,): the KL term of each token's loss. Its expected gradient is the gradient of KL(policy ||
+    ref) at that token, also after the policy has moved away from `old_logp`.
+
+        sg(rho) d² / 2        rho = exp(logp - old_logp),  d = logp - ref,  sg: without gradient
+
+    Its gradient is rho d ∇logp. That is also the gradient of rho k3 (DeepSeek-V3.2, 2512.02556). k3 without
+    rho has the gradient of KL(ref || policy) (2506.09477, 2510.01555).
+
+    old_logp (T,): log-probs of the policy that sampled the tokens."""
+    return torch.exp(logp - old_logp).detach() * (logp - ref) ** 2 / 2
+
+
 def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
                 clip_low: float = 0.2, clip_high: float = 0.2,
-                correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                correction: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of clipped
     tokens.
 
     tokens: number of response tokens in the whole update, the denominator of the loss.
     old_logp (T,): log-probs before the step's first update.
-    correction (T,): factor of each token's loss, without gradient. None: 1."""
+    correction (T,): factor of each token's loss, without gradient."""
     ratio = torch.exp(logp - old_logp)
     free = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = -torch.minimum(free, clipped)
-    if correction is not None:
-        loss = loss * correction
-    return torch.where(mask, loss, 0).sum() / tokens, ((clipped < free) & mask).sum()
+    return torch.where(mask, loss * correction, 0).sum() / tokens, ((clipped < free) & mask).sum()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from configs import nearest, require, run_command
 from grading.answers import KINDS, readers
-from grading.rows import as_json, read_rows
+from grading.rows import as_json, decoded, read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
@@ -132,8 +132,8 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 def _responses(path, kind="math"):
     """Yields the rows of a file of responses, which may be a file in a run's folder samples/. `kind`: how
     answers are compared in rows without a kind. Raises UserError for an invalid row."""
-    for number, found in read_rows(path):
-        where = f"{path}, row {number}"
+    for number, row in read_rows(path):
+        where, found = f"{path}, row {number}", decoded(row, path, number)
         require(isinstance(found, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
         row = {"stopped": True, "kind": kind, **json.loads(as_json(found))}
         if "gold" in row:  # a row of a run's samples/

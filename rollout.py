@@ -148,6 +148,15 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
                 f"math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
 
 
+def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
+    """Raises UserError if a prompt has a token for which the model has no embedding. `config`: the model's"""
+    for p in itertools.chain(*sets):
+        require(max(p.ids) < config.vocab_size,
+                f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and the model's embedding has "
+                f"{config.vocab_size} tokens", "rows and a template without tokens that were added to the "
+                "tokenizer, or another --model")
+
+
 # --- trajectories
 
 
@@ -269,10 +278,13 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
-        # The response has room, but not for the whole text: an error of the environment.
-        if 0 < left < len(ids):
+        # The response has room, but not for the whole text, or the model has no embedding for a token: an
+        # error of the environment.
+        known = self.engine.config.vocab_size
+        if 0 < left < len(ids) or max(ids, default=0) >= known:
             self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
-                                          f"but the response has room for only {left}")
+                                          f"but the response has room for only {left}; its largest token is "
+                                          f"{max(ids)}, and the model has {known}")
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
         if len(ids) >= left:
@@ -451,11 +463,13 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 def majority(group: Sequence[Sample]) -> float:
     """Returns 1 if a prompt's most frequent answer is right, else 0 (also if no answer was found). With a
-    tie, returns the fraction of tied answers that are right."""
-    votes = Counter(s.answer for s in group if s.answer is not None)
-    top = [a for a, count in votes.items() if count == max(votes.values())]
+    tie, returns 1 / (number of tied answers) if one of them is right. All answers that were graded right
+    count as one answer. Wrong answers are equal if their texts are."""
     right = {s.answer for s in group if s.right}
-    return sum(a in right for a in top) / len(top) if top else 0.0
+    # True stands for all right answers.
+    votes = Counter(s.answer in right or s.answer for s in group if s.answer is not None)
+    top = [a for a, count in votes.items() if count == max(votes.values())]
+    return (True in top) / max(len(top), 1)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -470,7 +484,8 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
     same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
-    row = same | dict(problem=problem.text, gold=problem.answer, response=s.text, tokens=len(s.ids))
+    row = same | dict(score=s.score, terms=s.entered, problem=problem.text, gold=problem.answer,
+                      response=s.text, tokens=len(s.ids))
     if problem.fields:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:

@@ -100,11 +100,12 @@ from guard.start import (
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
-from model import load_critic, load_policy, load_tokenizer, logprobs, resolve
+from model import load_config, load_critic, load_policy, load_tokenizer, logprobs, resolve
 from rollout import (
     TRAIN,
     Sets,
     check_graders,
+    check_tokens,
     load_sets,
     make_engine,
     make_grader,
@@ -366,6 +367,7 @@ def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple
     if cfg.prompts_per_step > len(problems):
         say("each step repeats problems, because --prompts_per_step is above their number")
     check_graders([problems, *held_out.values()], cfg)
+    check_tokens([problems, *held_out.values()], load_config(cfg.model))
     check_parts(problems, tokenizer, cfg)
     check_keep_best(cfg, list(held_out))
     return problems, held_out
@@ -548,6 +550,8 @@ def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
     the same rank. With --drop_uniform, a prompt whose samples all have the same score is not in the loss."""
+    sizes = {len(group) for group in group_by_prompt(samples)}
+    assert sizes <= {cfg.samples_per_prompt}, f"not {cfg.samples_per_prompt} samples of each prompt: {sizes}"
     # (P, n): P prompts with n samples each
     scores = torch.tensor([s.score for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
     advantages = grpo.group_advantages(scores, cfg.advantage)
@@ -718,7 +722,8 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
     weight, cut = grpo.mismatch_weight(old, p.engine_logp, p.mask, segment, cfg.mismatch,
                                        *cfg.mismatch_bounds)
-    correction = None if cfg.mismatch == "none" else weight
+    correction = 1.0 if cfg.mismatch == "none" else weight
+    weights = p.mask / tokens
     if cfg.algo == "ppo":
         loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
                                         correction)
@@ -739,9 +744,10 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
         # 0 outside the mask, because there both log-probs are 0
         sums["kl"] = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         if cfg.kl_coef and cfg.kl_in == "loss":
-            loss = loss + cfg.kl_coef * sums["kl"] / tokens
+            # The same weights as in the policy's loss, because the same engine sampled the tokens.
+            loss = loss + cfg.kl_coef * (ppo.kl_loss(logp, old, p.ref_logp) * correction * weights).sum()
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * sums["entropy"] / tokens
+        loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
         meter.add(name, total, len(p.loss_tokens))
     return loss

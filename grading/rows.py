@@ -12,18 +12,21 @@ A file is JSON, JSONL or Parquet, on the disk or on the Hugging Face Hub. Format
     Open-R1, MATH         problem; answer, or a solution with \boxed{ANSWER}
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
+    AGIEval, ARC          question; options or choices; label or answerKey
 
 Optional fields:
 
     reward                    how answers are compared: "math", "choice" or "exact"
     dataset or data_source    name of a data set, for --reward and --extractor
 
-A wrong row raises a UserError that names file and row.
+A wrong row raises a UserError that names file and row. A prompt has only the problem and its choices,
+so a row with another field that belongs to the question, such as `passage`, is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -52,6 +55,18 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # Spaces, NUL, and characters without width.
 INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
+# Fields that belong to the question; also choices in fields of their own, such as option_a.
+OF_QUESTION = re.compile(
+    r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
+    r"table|image|figure|video|audio|input)(s|_?text|\d+)?|(op|option_?|choice_?)?[a-e]")
+# Fields that no prompt needs: one of these words between underscores, such as question_type.
+QUIET = re.compile(
+    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|topic|"
+    r"category|domain|tag|split|license|lang|language|style|ability|info|meta|metadata|"
+    r"version|model|rate|score|count|reward|dataset|choice|option|answer|answerkey|label|"
+    r"solution|rationale|explanation|reason|reasoning|cot|generation|response|output|"
+    r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)")
+MARKUP = r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>"  # chat markup of some model
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
 
@@ -64,6 +79,8 @@ class Row:
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
     form: str = field(compare=False)  # where the gold answer was found (see `_form`)
+    # Name and hash of each field that the prompt does not show (see `_unused`)
+    unused: tuple[tuple[str, int], ...] = ()
     fields: str = ""  # the whole row as JSON, if `keep_fields` was set in `problem_rows`
 
     @property
@@ -75,12 +92,33 @@ class Row:
 # --- files
 
 
-def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row]]:
-    """Yields (row number, Row) for each row of a file. Raises UserError for a wrong file or row.
+MOST_ERRORS = 10  # wrong rows that one message names
+
+
+def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row | None]]:
+    """Yields (row number, Row) for each row of a file, with None for the copy of an earlier row. Raises
+    UserError for a wrong file. The error names up to MOST_ERRORS wrong rows.
+
     default: see `problem_of`. keep_fields: whether to set Row.fields"""
+    seen, wrong = set(), []
     for number, row in read_rows(local_file(path)):
-        found = problem_of(row, f"{path} row {number}", default)
+        # 64 bits: two of a million different rows have the same hash with probability 3e-8.
+        key = hash(row if isinstance(row, bytes) else repr(row))
+        if key in seen:
+            yield number, None
+            continue
+        seen.add(key)
+        try:
+            row = decoded(row, path, number)
+            found = problem_of(row, f"{path} row {number}", default)
+        except UserError as e:
+            wrong.append(str(e).partition("; needed: "))
+            if len(wrong) == MOST_ERRORS:
+                break
+            continue
         yield number, replace(found, fields=as_json(row)) if keep_fields else found
+    if wrong:
+        raise UserError("; ".join(found for found, *_ in wrong) + "; needed: " + wrong[0][2])
 
 
 def as_json(row: Any) -> str:
@@ -115,7 +153,10 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     fields = _fields(row)
     turns = _turns(_first(fields, *PROBLEM), where)
     _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
-    choices, gold = _choices(fields, where), _gold(fields)
+    choices = _choices(fields, where)
+    if choices and _first(fields, *ANSWER) is None:
+        fields = fields | {"answer": _first(fields, "label", "answerKey")}
+    gold = _gold(fields)
     kind = fields.get("reward")
     if kind is None:
         kind = "choice" if choices else default
@@ -135,11 +176,40 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
                 'a choice\'s text, or "reward": "choice"')
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
-    texts = [answer, dataset, *(content for role, content in turns)]
-    require(not SURROGATE.search("".join(texts)), f"{where} has a lone surrogate, which is not a character",
-            "text in UTF-8")
+    contents = [content for role, content in turns]
+    require(not SURROGATE.search("".join([answer, dataset, *contents])),
+            f"{where} has a lone surrogate, which is not a character", "text in UTF-8")
     form = _form(_plain_text(gold) or "")
-    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form)
+    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form,
+               _unused(fields, "".join(_texts(contents)), where))
+
+
+def _unused(fields, shown, where):
+    """Returns (name, hash of the value) for each field with a text that is not in `shown`. Fields with a name
+    of QUIET are left out. Raises UserError if a field has a name of OF_QUESTION.
+
+    shown: words of the prompt, from `_texts`"""
+    found = []
+    for name, value in fields.items():
+        of_question = OF_QUESTION.fullmatch(name.casefold())
+        if value is _first(fields, *PROBLEM) or not of_question and QUIET.search(name.casefold()):
+            continue
+        if not all(text in shown for text in _texts(value)):
+            require(not of_question,
+                    f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
+                    "its text in the problem, choices in a field choices, or rows without it")
+            found.append((name, hash(repr(value))))
+    return tuple(found)
+
+
+def _texts(value):
+    """Returns the texts in a value, also in lists and objects: each as words and signs between spaces. Null,
+    false, NaN and empty texts are left out."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [text for part in parts for text in _texts(part)]
+    words = [] if value in (None, False) or value != value else re.findall(r"\w+|[^\w\s]", str(value))
+    return [" ".join(["", *words, ""])] if words else []
 
 
 def _fields(row):
@@ -256,10 +326,10 @@ def _form(text):
             "####" if "####" in text else "the whole text")
 
 
-def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
-    """Returns warnings, one line each, about rows whose gold answer may be wrong: 1. rows that have the
-    gold answer in another place than most rows (see `_form`); 2. math problems whose gold answer has several
-    words.
+def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str]:
+    """Returns warnings, one line each, about rows that may be wrong: 1. rows that have the gold answer in
+    another place than most rows (see `_form`); 2. math problems whose gold answer has several words;
+    3. problems with a match of `special`; 4. fields that no part of the prompt shows (see `_unused`).
 
     rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
@@ -268,6 +338,11 @@ def suspicious(rows: Sequence[tuple[int, Row]]) -> list[str]:
            for form in forms.keys() - {usual}}
     odd["the gold answer has several words"] = [
         n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1]
+    odd["the problem has chat markup or special tokens"] = [
+        n for n, row in rows if any(special.search(content) for _, content in row.turns)]
+    for n, row in rows:
+        for name, _ in row.unused:
+            odd.setdefault(f"the field {name!a:.40} is in no part of the prompt", []).append(n)
     return [f"in {len(found)} of {len(rows)} rows (the first: "
             f"{' '.join(map(str, found[:3]))}) {what}"
             for what, found in odd.items() if found]
@@ -287,16 +362,25 @@ def _out_of_list(text):
 
 def _choices(fields, where):
     """Returns the row's choices as a dict: letter -> text. It is empty if the row has no choices."""
-    choices = _first(fields, "choices", "options") or {}
-    if isinstance(choices, list) and len(choices) <= 26:
-        choices = dict(zip(string.ascii_uppercase, choices, strict=False))
-    elif isinstance(choices, dict):  # in Parquet, missing letters are null
-        choices = {letter: text for letter, text in choices.items() if text is not None}
-    texts = {k: _plain_text(v) for k, v in choices.items()} if isinstance(choices, dict) else {"": None}
-    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in texts.items())
-    require(right, f"{where} has over 26 choices, or one that is not a text",
+    found = _first(fields, "choices", "options") or {}
+    pairs = [(None, found)]
+    if isinstance(found, dict):
+        # In Parquet, missing letters are null.
+        pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
+        if isinstance(found.get("text"), list):  # ARC
+            pairs = itertools.zip_longest(found.get("label") or (), found["text"])
+    elif isinstance(found, list):
+        pairs = itertools.zip_longest(string.ascii_uppercase[:len(found)], found)
+        if all(isinstance(choice, dict) for choice in found):
+            pairs = [(choice.get("label"), choice.get("text")) for choice in found]
+    pairs = [(str(letter), _plain_text(text)) for letter, text in pairs]
+    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in pairs)
+    require(right and len(dict(pairs)) == len(pairs),
+            f"{where} has over 26 choices, or one that is not a text (found: {found!a:.80})",
             '"choices": ["5", "6"], or {"A": "5", "B": "6"}')
-    return texts
+    # Choices that begin with their letters, such as "A) 5", are read without them.
+    bare = {letter: re.sub(rf"^\s*\(?{letter}[.):]\s*", "", text) for letter, text in pairs}
+    return bare if all(bare[letter] not in ("", text) for letter, text in pairs) else dict(pairs)
 
 
 def _with_choices(text, choices, where):
@@ -343,15 +427,16 @@ class JsonNumber:
 
 ROW = json.JSONDecoder(parse_float=JsonNumber, parse_int=JsonNumber)
 BOM = b"\xef\xbb\xbf"
-READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet"
+READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet or Arrow"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl or .parquet file.
-    Numbers in JSON rows are JsonNumber objects. Raises UserError if the file has no row or can't be read."""
+    """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl, .parquet or .arrow
+    file. A row that is one line of JSON is yielded as bytes, for `decoded`. Raises UserError if the file has
+    no row or can't be read."""
     file, row = data_file(path), None
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file)
+    if file.suffix in (".parquet", ".arrow"):
+        rows = _arrow_rows(file)
     else:
         with file.open("rb") as f:
             is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
@@ -361,11 +446,25 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     require(row is not None, f"{path} is empty", "at least one row")
 
 
-def _parquet_rows(file):
+def decoded(row: Any, path: str, number: int) -> Any:
+    """Returns a row of `read_rows`, with a line of JSON decoded. Raises UserError if the line is no JSON."""
+    if not isinstance(row, bytes):
+        return row
+    with explained(f"{path} row {number} can't be read", READABLE):
+        try:
+            return ROW.decode(row.decode().rstrip())
+        except json.JSONDecodeError as e:  # its own text would say line 1
+            raise ValueError(f"{e.msg}: line {number} column {e.colno}") from None
+
+
+def _arrow_rows(file):
     import pyarrow.parquet
 
     with explained(f"{file} can't be read", READABLE):
-        batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
+        if file.suffix == ".parquet":
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
+        else:  # written by save_to_disk of the library `datasets`
+            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
@@ -374,9 +473,7 @@ def _line_rows(file):
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                with explained(f"{file} row {number} can't be read", READABLE):
-                    row = ROW.decode(line.decode())
-                yield number, row
+                yield number, line
 
 
 def _list_rows(file):

@@ -10,10 +10,11 @@
 import fnmatch
 import os
 import random
+import re
 import shlex
 import shutil
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -146,7 +147,7 @@ def read_facts(cfg: Config, problems: Sequence[Problem], held_out: Sets, tokeniz
         if used:
             read |= ckpt.model_facts(ckpt.source_of(who, config), tokenizer, who)
     if cfg.has_ref:
-        weights = sorted(Path(ckpt.source_of("ref", config)).glob("*.safetensors"))
+        weights = dist.weight_files(ckpt.source_of("ref", config))
         read["ref's weights"] = "in the checkpoint" if cfg.keeps_ref else [*map(ckpt.crc32, weights)]
     return read, noted | {f"files of --{name}": folder_fingerprint(config[name])
                           for name in ("model", "critic_model", "ref_model") if config[name]}
@@ -260,6 +261,12 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
 
 GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
 GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
+# A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
+PLACEHOLDER = re.compile(
+    r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|missing|"
+    r"(no|the)?.?answer|see .*(solution|proof|above)|none|null|nan|n/a|tbd|todo|\?+|"
+    r"\.{2,}|…|-{2,})[\s$)\]}>.]*", re.IGNORECASE)
+COMMON = 0.05  # a gold answer of a larger share of the problems is told
 
 
 def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Config, world: dist.World,
@@ -278,8 +285,24 @@ def check_gold(name: str, problems: Sequence[Problem], grader: Grader, cfg: Conf
     found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
     if bad:
         say(found)
+    for line in odd_golds(problems):
+        say(f"{name}: {line}")
     require(not refuse or cfg.go or len(bad) <= GOLD_LIMIT * len(indices), found, "answers that math-verify "
             'can read, another --reward, "reward": "exact" in such rows, or --go')
+
+
+def odd_golds(problems: Sequence[Problem]) -> list[str]:
+    """Returns warnings, one line each: several gold answers of a prompt, one gold answer of many prompts."""
+    golds, found = defaultdict(set), []  # golds: prompt -> its gold answers
+    for p in problems:
+        golds[p.ids].add(p.answer)
+    several = [sorted(answers) for answers in golds.values() if len(answers) > 1]
+    if several:
+        found.append(f"{len(several)} prompts have several gold answers, such as {several[0]!a:.60}")
+    for text, count in Counter(p.answer for p in problems if p.kind != "choice").most_common(1):
+        if count > max(COMMON * len(problems), 10):
+            found.append(f"the gold answer of {count} of {len(problems)} problems is {text!a:.60}")
+    return found
 
 
 def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grader) -> list[int]:
@@ -288,11 +311,14 @@ def ungradable(problems: Sequence[Problem], indices: Sequence[int], grader: Grad
 
     - is empty or longer than MAX_ANSWER characters
     - is not a letter, although its kind is "choice"
+    - is a PLACEHOLDER, and its kind is "math"
     - has kind "math", and the grader raises an error or times out when it compares a test answer with it"""
     bad = []
     for i in indices:
         gold, kind = problems[i].answer.strip(), problems[i].kind
         if not gold or len(gold) > MAX_ANSWER or (kind == "choice" and not grade(gold, gold, kind)):
+            bad.append(i)
+        elif kind == "math" and PLACEHOLDER.fullmatch(gold):
             bad.append(i)
         elif kind == "math":
             # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.

@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import math
 import os
 import re
 
 import pytest
+import torch
 from conftest import ROOT
 
 import configs
@@ -51,14 +53,31 @@ def test_learning_rates_depend_on_the_counts_alone():
     assert c.lr("critic", 4, 1) == c.lr("critic", 900, 11) == 5e-6  # the 50th update ends the warm-up
     anneal = parse(["orz-32b", "--steps", "100", "--lr_decay", "linear", "--lr_end", "3e-7",
                     "--warmup_updates", "0"])
-    assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7)
-    assert anneal.lr("policy", 49, 0) == pytest.approx((1e-6 + 3e-7) / 2)
+    assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7 + 7e-7 / 100)  # the last update has a rate, too
+    assert anneal.lr("policy", 50, 0) == pytest.approx((1e-6 + 3e-7) / 2)
     # a cosine, and a warm-up that is a fraction of the run
     c = dataclasses.replace(PRESETS["open-r1-1.5b-grpo"], steps=100, policy_lr=1.0, lr_end=0.1, epochs=0)
     rates = [c.lr("policy", step, 0) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
-    assert rates[54] == pytest.approx(0.55) and rates[99] == pytest.approx(0.1)
+    assert rates[55] == pytest.approx(0.55) and rates[99] > 0.1
     assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("end", [0.0, 0.3])
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("steps,updates", [(1, 1), (7, 1), (5, 3), (100, 2)])
+def test_decay_is_that_of_torchs_schedulers(decay, end, steps, updates):
+    """No update has the rate 0, if --lr_end is 0: not even the last."""
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], steps=steps, policy_updates=updates, policy_lr=0.9,
+                              lr_decay=decay, lr_end=end, warmup_updates=0)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.9)
+    total = steps * updates
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, end / 0.9, total) if decay == "linear" else (
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total, end))
+    for step, update in itertools.product(range(steps), range(updates)):
+        assert cfg.lr("policy", step, update) == pytest.approx(rates.get_last_lr()[0], abs=1e-12) != end
+        optimizer.step()
+        rates.step()
 
 
 def test_the_allocator_is_set_where_the_user_has_not_set_it(monkeypatch):

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from ranks import make_samples
 
 import data
-from configs import PRESETS
+import train
+from configs import PRESETS, UserError
 from model import load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=64, max_response_len=64)
@@ -50,6 +52,31 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
             assert all(sum(lengths[p]) <= 200 for packs in minibatch for p in packs)
 
 
+@pytest.mark.parametrize("name,prompts,an_update", [
+    ("scale-rl-7b", 384, 48),  # 2510.13786 A.3: 48 prompts an update
+    ("scale-rl-7b", 48 * 3, 18), ("scale-rl-7b", 8, 1), ("dr-grpo-7b", 384, None)])
+def test_an_update_has_whole_prompts_if_the_mean_is_over_prompts(name, prompts, an_update):
+    """Updates of other presets have samples that are shuffled apart."""
+    cfg = replace(PRESETS[name], prompts_per_step=prompts, samples_per_prompt=16, policy_updates=8)
+    lengths, ids = np.random.default_rng(1).integers(50, 9000, prompts * 16), np.arange(prompts * 16) // 16
+    seen = []
+    for ranks, step in ((1, 0), (4, 0), (1, 1)):
+        minibatches = data.assign(lengths, lengths, ids, ranks, cfg, step)
+        members = [sorted(ids[i] for packs in ranks for p in packs for i in p) for ranks in minibatches]
+        assert len(members) == 8 and sum(map(len, members)) == len(ids)
+        sizes = {(len(set(some)), len(some)) for some in members}
+        assert sizes == {(an_update, 16 * an_update)} if an_update else min(sizes)[0] > 300
+        seen.append(members)
+    assert seen[0] == seen[1] != seen[2]
+
+
+def test_more_updates_than_whole_prompts_are_refused():
+    cfg = replace(PRESETS["scale-rl-7b"], prompts_per_step=8)
+    with pytest.raises(UserError, match="^8 updates a step, but only 7 prompts; needed: fewer"):
+        replace(cfg, prompts_per_step=7)
+    assert replace(cfg, prompts_per_step=7, aggregation="response").policy_updates == 8
+
+
 def test_short_samples_of_a_prompt_stay_together():
     """Short samples of a prompt share a pack. Long samples are spread over packs. With fewer prompts than
     ranks, short samples are spread too, so that every pack has samples."""
@@ -81,3 +108,18 @@ def test_shared_prefixes_are_computed_once():
     prefixes = [(*s.prompt, *s.ids)[:k + 1] for s in samples for k in range(s.length)]
     assert len(p.unique) == len(set(prefixes)) < len(prefixes) == len(p.tokens)
     assert [prefixes[i] for i in p.unique[p.inverse].tolist()] == prefixes
+
+
+@pytest.mark.parametrize("counts", [(8,), (2, 4), (4, 4, 3), (5, 3), (2, 2), (1,) * 4, (0, 12)])
+def test_groups_of_another_size_than_the_configs_are_an_error(counts):
+    """From Python, samples of another config would otherwise mix the samples of several prompts."""
+    cfg = replace(PRESETS["tiny-grpo"], samples_per_prompt=4)
+    one = make_samples(1)[0]
+    samples = [replace(one, prompt_id=i, sample_id=j, reward=float(j % 2))
+               for i, count in enumerate(counts) for j in range(count)]
+    with pytest.raises(AssertionError, match="not 4 samples of each prompt"):
+        train.add_group_advantages(samples, cfg)
+    right = [replace(one, prompt_id=i // 4, sample_id=i % 4, reward=float(i % 2)) for i in range(8)]
+    assert len(train.add_group_advantages(right, cfg)) == 8 and train.add_group_advantages([], cfg) == []
+    with pytest.raises(AssertionError):  # not ordered by prompt
+        train.add_group_advantages(right[::2] + right[1::2], cfg)

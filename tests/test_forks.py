@@ -58,8 +58,9 @@ ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n  
 # Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 # Section 5: data from CSV files.
-CSV = [("configs.py", 'DATA_FILES = (".json", ".jsonl", ".parquet")\n', told("DATA_FILES = ")),
-       ("grading/rows.py", '    if file.suffix == ".parquet":\n', told('    if file.suffix == ".csv":'))]
+CSV = [("configs.py", 'DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")\n', told("DATA_FILES = ")),
+       ("grading/rows.py", '    if file.suffix in (".parquet", ".arrow"):\n',
+        told('    if file.suffix == ".csv":'))]
 # Section 6: an engine without a cache.
 ENGINE = [("engines/slow_engine.py", "", told('"""An engine without a cache."""')),
           ("configs.py", 'engine: Literal["auto", "torch", "vllm"]', told("engine: Literal").strip()),

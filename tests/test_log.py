@@ -19,10 +19,10 @@ import torch
 from conftest import ROOT, maths, run, run_ranks, start_ranks
 from transformers import AutoModelForCausalLM
 
-from configs import PRESETS, UserError, read_jsonl
+from configs import PRESETS, UserError, parse, read_jsonl
 from data import load_problems
 from guard.alarms import active_alarms, new_alarms
-from log import TRACKERS, Logger, Meter, Tracker, read_metrics
+from log import TRACKERS, Logger, Meter, Tracker, measure_samples, read_metrics
 from model import load_tokenizer
 
 PPO = PRESETS["tiny-ppo"]
@@ -33,7 +33,8 @@ def healthy(steps: int = 60) -> list[dict]:
     for i in range(steps):
         left = 0.6**i
         rows.append({
-            "step": i, "reward": 0.97 - 0.43 * left, "response_len": 20.5 - 6 * left, "truncated": 0.0,
+            "step": i, "reward": 0.97 - 0.43 * left, "score": 0.97 - 0.43 * left,
+            "response_len": 20.5 - 6 * left, "truncated": 0.0,
             "entropy": 0.014 + 0.19 * left, "uniform_groups": 0.85 * (1 - left),
             "explained_variance": -0.01 - 6 * left, "clip_share": 0.02, "logp_gap/mean": 3e-7,
             "grade/error": 0.0, "grade/timeout": 0.0, "time/step": 2.0 + (i % 20 == 0), "time/rollout": 1.0,
@@ -42,7 +43,7 @@ def healthy(steps: int = 60) -> list[dict]:
 
 
 def learning(steps: int = 60) -> list[dict]:
-    values = {"reward": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
+    values = {"reward": 0.6, "score": 0.6, "entropy": 0.3, "uniform_groups": 0.3, "explained_variance": 0.3,
               "response_len": 400.0, "mem/residual_gb": 0.5}
     return [row | values for row in healthy(steps)]
 
@@ -53,7 +54,7 @@ def raised(rows: list[dict], cfg=PPO) -> list[tuple[int, str]]:
 
 # Alarm -> (metrics that raise it, maximum number of steps until it is raised, words of its text).
 WRONG = {"entropy": ({"entropy": 0.02}, 5, ["0.02", "(first step: 0.3)", "--policy_lr"]),
-    "length": ({"response_len": 40.0, "reward": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
+    "length": ({"response_len": 40.0, "score": 0.5}, 5, ["40 tokens", "400", "--policy_lr"]),
     "truncated": ({"truncated": 0.9}, 5, ["%", "--max_response_len 48"]),
     "uniform": ({"uniform_groups": 0.95}, 5, ["%", "--samples_per_prompt"]),
     "critic": ({"explained_variance": -0.6}, 5, ["-0.6", "--critic_lr"]),
@@ -65,9 +66,63 @@ WRONG = {"entropy": ({"entropy": 0.02}, 5, ["0.02", "(first step: 0.3)", "--poli
 
 def test_a_constant_reward_raises_its_own_alarm_at_the_first_step():
     for reward in (1.0, 0.5, -1.0):
-        constant = [row | {"reward": reward, "uniform_groups": 1.0} for row in learning(3)]
+        constant = [row | {"score": reward, "reward": 0.3, "uniform_groups": 1.0, "reward/accuracy": reward}
+                    for row in learning(30)]
         (alarm,) = raised(constant)
         assert alarm[0] == 0 and f"(mean {reward:g})" in alarm[1] and "--reward" in alarm[1]
+
+
+def test_a_constant_reward_with_a_penalty_that_varies_is_no_alarm():
+    """Training compares scores. So `uniform_groups` counts prompts whose samples have equal scores."""
+    samples = [dataclasses.replace(s, reward=1.0, parts={"overlong": -0.1 * (s.sample_id % 2) * s.prompt_id})
+               for s in ranks.make_samples(8)]
+    meter = Meter()
+    measure_samples(meter, samples, ["overlong"])
+    assert meter.reduce(lambda x: x, lambda x: x)["uniform_groups"] == 0.5  # prompt 0 of two
+
+
+@pytest.mark.parametrize("values,told", [
+    ([0.0] * 20, [4]), ([1.0] * 20, [4]), ([1 / 3] * 20, [4]), ([0.0] * 4, []), ([0.0, 0.1] * 9, []),
+    ([0.5] * 4 + [0.6] * 9, []), ([0.5] + [0.6] * 19, []), ([None, 0.2] * 9, [9])])
+def test_a_term_of_the_reward_that_is_constant_is_an_alarm(values, told):
+    """In a step without rows of its data set, a term has no value. A penalty may be 0 in all steps."""
+    cfg = dataclasses.replace(PPO, reward=("math", "format=0.5"), overlong_buffer=8, nonstop_penalty=1.0)
+    rows = [row | {"reward/accuracy": 0.5 + i / 99, "reward/overlong": 0.0, "reward/nonstop": 0.0}
+            | ({} if x is None else {"reward/format": x})
+            for i, (row, x) in enumerate(zip(learning(), values, strict=False))]
+    alarms = raised(rows, cfg)
+    assert [step for step, _ in alarms] == told
+    assert all("teaches nothing: format (" in text and "\n" not in text for _, text in alarms)
+
+
+def test_a_run_that_only_a_teacher_trains_has_no_alarm_about_its_rewards():
+    """With --reward math=0, all scores are 0."""
+    cfg = dataclasses.replace(PPO, reward=("math=0",), kl_coef=1.0, ref_model="teacher")
+    rows = [row | {"score": 0.0, "uniform_groups": 1.0, "reward/accuracy": 0.0} for row in learning()]
+    assert raised(rows, cfg) == [] != raised(rows)
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "orz-32b"])
+def test_an_alarm_recommends_no_flag_that_is_refused(preset):
+    """Types each flag of each alarm with a value, after the preset's name."""
+    typed = {"policy_lr": "1e-7", "clip_high": "0.28", "entropy_coef": "1e-3", "critic_lr": "1e-5",
+             "critic_updates": "16", "freeze_policy_steps": "2", "grade_deadline": "9", "dtype": "float32",
+             "max_logp_gap": "1", "engine_share": "0.4", "samples_per_prompt": "64",
+             "max_response_len": "30000 --pack_len 60000 --max_model_len 0"}
+    cfg = PRESETS[preset]
+    rows = [row | {"score": row["reward"]} for row in learning()]
+    for name, (bad, _, _) in WRONG.items():
+        if name == "critic" and cfg.algo != "ppo" or name == "clip" and cfg.updates_per_step == 1:
+            continue
+        alarms = active_alarms([*rows, *(row | bad for row in rows[-5:])], cfg)
+        for flag in re.findall(r"--(\w+)", alarms.get(name, "")):
+            if flag in typed:
+                parse([preset, f"--{flag}", *typed[flag].split()])
+
+
+def test_the_metrics_of_a_run_are_read_from_a_path_or_a_text(tmp_path):
+    written(tmp_path, learning(2))
+    assert read_metrics(tmp_path) == read_metrics(str(tmp_path)) == learning(2)
 
 
 def test_no_alarm_is_raised_by_a_healthy_run_a_single_odd_step_or_success():

@@ -7,9 +7,13 @@ import math
 import pytest
 import torch
 
+import data
 import grpo
 import ppo
+import train
 from bench.algorithms import RECIPES
+from configs import PRESETS
+from log import Meter
 
 CASES = 200
 WORST: dict[str, float] = {}  # function -> largest error; conftest.py prints this at the end
@@ -99,6 +103,113 @@ def test_kl(estimator):
     if estimator == "k3":
         assert (ppo.kl(a, b, "k3") >= 0).all()
         assert torch.isfinite(ppo.kl(torch.tensor([-200.0]), torch.tensor([0.0]), "k3")).all()
+
+
+class Table:
+    """A policy over responses of two tokens, in fp64: logits (4,) of the first token, and logits (4, 4) of
+    the second token after each first token."""
+
+    def __init__(self, seed: int, start: "Table | None" = None, scale: float = 1.0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        self.logits = [scale * torch.randn(*shape, generator=g, dtype=torch.float64)
+                       for shape in ((4,), (4, 4))]
+        for mine, other in zip(self.logits, start.logits if start else (), strict=False):
+            mine += other.detach()
+        for x in self.logits:
+            x.requires_grad_()
+
+    def rows(self, first):
+        """Returns the log-probs (2, 4) of both tokens, after a response whose first token is `first`."""
+        return torch.stack([self.logits[0], self.logits[1][first]]).log_softmax(-1)
+
+    def __call__(self, pack, temperature=1.0):
+        """Returns log-probs and entropies (T,), as model.logprobs does."""
+        logp, entropy = (torch.zeros(len(pack.tokens), dtype=torch.float64) for _ in range(2))
+        for start, end in itertools.pairwise(pack.cu_seqlens.tolist()):
+            rows = self.rows(int(pack.tokens[start + 1]))[:end - start - 1]
+            chosen = pack.tokens[start + 1:end, None]
+            logp = logp.index_put((torch.arange(start + 1, end),), rows.gather(1, chosen)[:, 0])
+            entropy = entropy.index_put((torch.arange(start + 1, end),), -(rows.exp() * rows).sum(1))
+        return logp, entropy
+
+    def gradient(self, loss) -> torch.Tensor:
+        return torch.cat([x.flatten() for x in torch.autograd.grad(loss, self.logits)])
+
+
+def packed(responses, engine=None, **fields):
+    """Returns a pack of one-token prompts with these responses, with `fields` set to tables' log-probs."""
+    samples = [data.Sample(i, 0, (0,), torch.tensor(ids, dtype=torch.int32).numpy(),
+                           torch.zeros(len(ids)).numpy(), True, "", 0, prompt_share=0.25 / len(ids))
+               for i, ids in enumerate(responses)]
+    p = data.pack(samples)
+    logps = {name: table(p)[0].detach() for name, table in fields.items()}
+    return data.replace(p, engine_logp=logps.get("old_logp", p.engine_logp), **logps)
+
+
+KL = data.replace(PRESETS["tiny-grpo"], kl_coef=1.0, mismatch="none")
+
+
+@pytest.mark.parametrize("cfg", [KL, data.replace(KL, kl_estimator="k2"), data.replace(KL, kl_estimator="k1"),
+                                 data.replace(KL, ratio="clipped"), data.replace(KL, algo="ppo")])
+@pytest.mark.parametrize("updates", [1, 3])
+def test_the_kl_term_has_the_gradient_of_the_kl(cfg, updates):
+    """Enumerates all 16 responses of two tokens. The expected gradient of the loss is that of the KL of each
+    token, KL(policy || ref), after the prefixes that the sampling policy writes. So it is after the first
+    update (the policy has sampled) and after later ones (an older policy has)."""
+    ref, policy, every = Table(1), Table(2), list(itertools.product(range(4), repeat=2))
+    sampler = Table(0, start=policy, scale=0)
+    for update in range(updates):
+        total, exact = 0.0, 0.0
+        for first, second in every:
+            old = {"old_logp": sampler} if updates > 1 else {}
+            p = packed([(first, second)], ref_logp=ref, **old)
+            share = float(sampler.rows(first)[0, first].exp() * sampler.rows(first)[1, second].exp())
+            total = total + share * 2 * policy.gradient(
+                train.policy_pack_loss(policy, p, 2.0, 1.0, cfg, Meter()))
+            rows = policy.rows(first)
+            kl = (rows.exp() * (rows - ref.rows(first).detach())).sum(1).sum()
+            exact = exact + share * policy.gradient(kl)
+        close(f"KL in the loss, update {update + 1}", total, exact, 1e-12)
+        for x, g in zip(policy.logits, total.split([4, 16]), strict=True):
+            x.data -= 0.7 * g.view(x.shape)
+    assert updates == 1 or float((policy.logits[1] - sampler.logits[1]).detach().abs().max()) > 0.1
+
+
+def test_the_kl_term_counts_tokens_as_the_engine_sampled_them():
+    """The engine's probabilities differ from the trainer's. The weights of --mismatch are in the KL, too."""
+    ref, policy, engine = Table(1), Table(2), Table(3)
+    cfg = data.replace(KL, mismatch="token-truncate", mismatch_bounds=(0.0, 1e9))
+    total, exact = 0.0, 0.0
+    for first, second in itertools.product(range(4), repeat=2):
+        p = data.replace(packed([(first, second)], ref_logp=ref), engine_logp=engine(
+            packed([(first, second)]))[0].detach())
+        share = float(engine.rows(first)[0, first].exp() * engine.rows(first)[1, second].exp())
+        total = total + share * 2 * policy.gradient(train.policy_pack_loss(policy, p, 2.0, 1.0, cfg, Meter()))
+        rows = policy.rows(first)
+        exact = exact + share * policy.gradient((rows.exp() * (rows - ref.rows(first).detach())).sum())
+    close("KL in the loss, engine's samples", total, exact, 1e-12)
+
+
+@pytest.mark.parametrize("aggregation,algo", [("token", "ppo"), ("max_len", "ppo"), *(
+    (name, "grpo") for name in ("token", "response", "max_len", "prompt"))])
+def test_kl_and_entropy_are_averaged_as_the_loss_is(aggregation, algo):
+    """GRPO (2402.03300), eq. 3: the KL is inside the mean over each response. Here 3 responses have 5 tokens.
+    The reference differentiates rho k3 through rho (DeepSeek-V3.2, 2512.02556). PPO averages over tokens."""
+    responses, ref, policy, old = [(1,), (2, 3), (0, 2)], Table(1), Table(2), Table(3)
+    cfg = data.replace(KL, aggregation=aggregation, algo=algo, entropy_coef=0.5, max_response_len=16)
+    p = packed(responses, ref_logp=ref, old_logp=old)
+    ours = policy.gradient(train.policy_pack_loss(policy, p, 5.0, 3.0, cfg, Meter()))
+    total = 0.0
+    for ids in responses:
+        rows, before, at = policy.rows(ids[0]), old.rows(ids[0]).detach(), ref.rows(ids[0]).detach()
+        weight = {"token": 1 / 5, "response": 1 / 3 / len(ids), "max_len": 1 / 3 / 16,
+                  "prompt": 0.25 / len(ids)}["token" if algo == "ppo" else aggregation]
+        for t, token in enumerate(ids):
+            d = rows[t, token] - at[t, token]
+            rho = torch.exp(rows[t, token] - before[t, token])
+            entropy = -(rows[t].exp() * rows[t]).sum()
+            total = total + weight * (rho * (torch.exp(-d) - 1 + d) - 0.5 * entropy)
+    close(f"KL and entropy, {aggregation}", ours, policy.gradient(total), 1e-7)  # the weights are fp32
 
 
 def clipped(ratio, a, low, high):

@@ -42,7 +42,7 @@ AT_ONCE = {
     "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
     "a critic's rate without critic": ("orz-7b-grpo --critic_lr 1e-5", "in this run; needed: --algo ppo"),
-    "a KL estimator that is no loss": ("tiny-grpo --kl_coef 0.1 --kl_estimator k1", "k2 or k3"),
+    "more updates than whole prompts": ("scale-rl-7b --prompts_per_step 7", "but only 7 prompts; needed"),
     "groups of one": ("reinforce++-7b --drop_uniform", "does not compare"),
     "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
     "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),

@@ -1,6 +1,7 @@
 """Tests of model.py: recomputation, shared prefixes, log-probs in chunks, and the critic."""
 
 import json
+import shutil
 from itertools import accumulate
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 import torch
 from conftest import Operations, make_model
 from ranks import make_samples
+from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import data
 import model
+from configs import UserError
 from tools import plan
 
 
@@ -173,3 +176,22 @@ def test_first_values_at_the_width_of_7b_are_small_beside_rewards(tmp_path):
     with torch.no_grad():
         spread = model.load_critic(str(tmp_path))(p).std()
     assert 0.5 < spread * 3584**0.5 < 2
+
+
+@pytest.mark.parametrize("names", [["tok_embeddings.weight"], ["score.weight"],
+                                   ["model.embed_tokens.weight", "model.norm.weight"]])
+@pytest.mark.parametrize("file", ["consolidated.safetensors", "consolidated.00.safetensors",
+                                  "consolidated-00001-of-00002.safetensors"])
+def test_consolidated_weights_beside_a_models_own_are_skipped(names, file, tiny, tmp_path):
+    """A whole download of a Mistral model has its weights twice. Here, the copies have other values."""
+    folder = shutil.copytree(tiny, tmp_path / "m")
+    own = load_file(f"{tiny}/model.safetensors")
+    save_file({name: torch.full_like(own["model.embed_tokens.weight"], 7.0) for name in names}, folder / file)
+    found = model.load_policy(str(folder)).state_dict()
+    assert all(torch.equal(found[name], x) for name, x in own.items() if name in found)
+    read = dict(model.files_weights(str(folder), "cpu", torch.float32))
+    assert read.keys() == found.keys() - {"lm_head.weight"} or read.keys() == found.keys()
+    assert all(torch.equal(read[name], own[name]) for name in read)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="has no .safetensors files"):
+        model.load_policy(str(folder))

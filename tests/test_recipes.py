@@ -140,7 +140,7 @@ TERMS = {"orz-7b-grpo": [dict(advantage="group_mean")],
     "dr-grpo-7b": [dict(advantage="group_mean_std"), dict(aggregation="token")],
     "rloo-7b": [dict(advantage="group_mean")],
     "reinforce++-7b": [dict(kl_coef=0.0), dict(kl_in="loss", kl_estimator="k2"), dict(kl_estimator="k2")],
-    "reinforce++-baseline-7b": [dict(kl_coef=0.0), dict(kl_estimator="k3"), dict(advantage="group_mean")],
+    "reinforce++-baseline-7b": [dict(kl_coef=0.0), dict(advantage="group_mean")],
     "gspo-7b": [dict(ratio="token"), dict(aggregation="token"), dict(clip_high=0.2, clip_low=0.2)],
     "cispo-7b": [dict(ratio="token"), dict(clip_high=0.2), dict(policy_updates=1), dict(adam_eps=1.0)],
     "scale-rl-7b": [dict(advantage="group_mean"), dict(aggregation="token"), dict(drop_uniform=False),
@@ -396,6 +396,18 @@ def test_each_problem_has_its_own_value_of_each_metric():
         assert found["truncated"][i] == sum(not s.stopped for s in mine) / n
     assert list(accuracy(samples[:1], 1)) == ["avg@1", "response_len", "truncated"]
     assert run_ranks(2, gathered, samples, n) == [found, found]  # values are in the order of the problems
+
+
+@pytest.mark.parametrize("votes,found", [
+    (r"\frac34+ \dfrac{3}{4}+ 1 1", 0.5), (r"\frac34+ \dfrac{3}{4}+ 0.75+ 1 1", 1.0), ("1 1 2+", 0.0),
+    ("2+ 2 1 1 1", 0.0), ("2+ 2 2.0+ 1 1", 1.0), ("- - 2+", 1.0), ("- -", 0.0), ("1 2 3+", 1 / 3),
+    ("-+ 1", 0.0), ("1+ 2+ 3+ 4 4 4", 0.5), ("4 4 1+ 2+ 3+", 1.0)])
+def test_right_answers_are_one_answer_in_a_majority(votes, found):
+    """A plus marks a right sample, and - one without an answer. A response that was cut has reward 0, but its
+    answer can be a right one."""
+    group = [SimpleNamespace(answer=None if vote[0] == "-" else vote.strip("+"), right=vote[-1] == "+")
+             for vote in votes.split()]
+    assert rollout.majority(group) == pytest.approx(found)
 
 
 def gathered(samples, n):

@@ -4,6 +4,8 @@ import itertools
 import json
 import random
 import re
+import time
+import tracemalloc
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +27,8 @@ from configs import PRESETS, UserError
 from grading import rows
 from grading.rows import ROW
 from grading.worker import Grader
-from model import load_tokenizer
+from guard import start
+from model import load_config, load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
 Q = "1+1="
@@ -181,8 +184,8 @@ def test_a_row_of_every_format_is_read(line, form, tmp_path):
         write_parquet(path, text)
     else:
         path.write_text(text + "\n" if form == "jsonl" else f"[{text},\n{text}]")
-    found = [(r.text, r.answer, r.kind) for _, r in rows.problem_rows(str(path), "math")]
-    assert set(found) == {READ[line]}
+    found = [r for _, r in rows.problem_rows(str(path), "math")]
+    assert {(r.text, r.answer, r.kind) for r in found if r} == {READ[line]} and found[1:] in ([], [None])
 
 
 def write_parquet(path: Path, line: str) -> None:
@@ -242,7 +245,7 @@ def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
                ([Decimal("1.10")] * 3, ["1.10"] * 3))
     for column, expected in columns:
         path = str(tmp_path / "column.parquet")
-        parquet.write_table(pa.table({"prompt": [Q] * 3, "answer": column}), path)
+        parquet.write_table(pa.table({"prompt": [Q, Q + Q, "?"], "answer": column}), path)
         reader = rows.problem_rows(path, "math")
         for want in expected:
             if want is None:
@@ -399,7 +402,7 @@ def gold_rows(hopeless: int, count: int) -> str:
     kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
     good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
-            for a in [[str(i), rf"\frac{{{i}}}{{7}}", f"{i}.5", r"x^2+1", "east"][i % 5]]]
+            for a in [[str(i), rf"\frac{{{i}}}{{7}}", f"{i}.5", f"x^2+{i}", f"east_{i}"][i % 5]]]
     return "".join(json.dumps(row) + "\n" for row in bad + good)
 
 
@@ -553,3 +556,242 @@ def test_data_sets_of_the_hub_come_from_its_cache(tokenizer, tmp_path, monkeypat
     for missing in ("runs/missing.jsonl", "openai/gsm8k"):
         with pytest.raises(UserError, match=f"no data file {missing}"):
             load(missing, tokenizer)
+
+
+def told_of(lines, tokenizer, tmp_path, cfg=CFG):
+    """Returns the problems of a file with these rows, and the lines that are said about the file."""
+    path, told = tmp_path / "d.jsonl", []
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    problems = data.load_problems([str(path)], tokenizer, cfg, told.append)
+    return problems, [line.removeprefix(f"{path}: ") for line in told]
+
+
+ROW_OF = {"question": "How many are in it?", "answer": "10"}
+
+
+@pytest.mark.parametrize("name", """body Body passage passages context contexts CONTEXT context_text ctx
+    article articles paragraph paragraphs story document documents premise background table image images
+    image1 figure video audio input input_text A e opa option_a optionA choice_b c""".split())
+@pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7, "10"])
+def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, tokenizer, tmp_path):
+    """The name says that the field belongs to the question: a passage, a picture, a choice in its field."""
+    with pytest.raises(UserError) as e:
+        told_of([ROW_OF | {"id": 1}, ROW_OF | {name: value}], tokenizer, tmp_path)
+    assert re.search(rf"d.jsonl row 2 has a field '{name}' that is in no part of the prompt: .*; needed: its "
+                     "text in the problem", str(e.value)) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("row", [
+    {"passage": "Two   pears.\n", "question": "Two pears. How many?"}, {"passage": None}, {"passage": ""},
+    {"passage": " \n"}, {"passage": False}, {"passage": []}, {"passage": {}}, {"passage": float("nan")},
+    {"passage": [None, ""]},
+    {"context": ["Two", "are in"], "question": "Two are in it. How many?"}, {"images": []}, {"A": None},
+    {"choices": {"A": "10", "B": "11"}, "A": "10", "B": "11", "answer": "A"}, {"contextual": "x"},
+    {"choices": ["A) 10", "B) 11"], "answer": "B"},
+    {"prompt": [{"role": "system", "content": "Two pears."}, {"role": "user", "content": "How many?"}],
+     "body": "Two pears."}])
+def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, tmp_path):
+    told_of([ROW_OF | row], tokenizer, tmp_path, replace(CFG, template="chat"))
+
+
+@pytest.mark.parametrize("name", """id ID idx index uuid problem_id unique_id source sources data_source
+    source_dataset url level difficulty type problem_type question_type subject topic category domain tags
+    split license language ability style extra_info metadata model llama8b_solve_rate pass_rate score
+    correctness_count is_reasoning_complete correctness_math_verify solution rationale explanation
+    generations messages answer_type cot_content finish_reasons solution_is_valid synthetic date
+    question_concat unit hint facts system_prompt equation name problem meta""".split())
+def test_only_fields_without_a_known_meaning_are_told(name, tokenizer, tmp_path):
+    told = ("question_concat", "unit", "hint", "facts", "system_prompt", "equation", "name")
+    rows = [ROW_OF | {"question": f"{i}?"} | ({name: f"v{i}"} if i % 2 else {}) for i in range(8)]
+    if name == "problem":  # this field is the problem, so the question is in no prompt
+        name = "question"
+    _, (*lines, _) = told_of(rows, tokenizer, tmp_path)
+    if name in (*told, "question"):
+        assert lines == [f"in 4 of 8 rows (the first: 2 4 6) the field '{name}' is in no part of the prompt"]
+    else:
+        assert lines == []
+
+
+def test_rows_that_differ_in_a_field_of_their_own_are_no_repeats(tokenizer, tmp_path):
+    rows = [ROW_OF | {"unit": unit, "id": i} for i, unit in enumerate(["cm", "m", "cm", None, "m"])]
+    problems, told = told_of([*rows, rows[0]], tokenizer, tmp_path)
+    assert [p.row for p in problems] == [1, 2, 4] and "dropped 3 repeated rows" in told[-1]
+
+
+@pytest.mark.parametrize("lines,words", [
+    ([{"prompt": "1", "answer": None}, {"prompt": ""}, "{", {"prompt": "1", "answer": "2", "reward": "x"}],
+     ["row 2 has no answer", "row 3 has no problem", "row 4 can't be read (ValueError: Expecting property "
+      "name enclosed in double quotes: line 4 column 2)", "row 5 has the unknown reward 'x'"]),
+    (['{"prompt": "1+1=",\t"answer" "2"}'], ["row 2 can't be read (ValueError: Expecting ':' delimiter: line "
+                                             "2 column 29)"]),
+    ([{"prompt": str(i)} for i in range(30)], [f"row {i} has no answer" for i in range(2, 12)])])
+def test_the_first_ten_wrong_rows_are_in_one_message(lines, words, tokenizer, tmp_path):
+    with pytest.raises(UserError) as e:
+        told_of([GOOD.decode(), *lines], tokenizer, tmp_path)
+    message = str(e.value)
+    assert re.findall(r"row \d+", message) == re.findall(r"row \d+", " ".join(words))
+    assert all(word in message for word in words) and message.count("; needed: ") == 1 and "\n" not in message
+
+
+OTHER_CHOICES = {  # row -> (choices, answer)
+    '"options": {"A":"1","B":"2"},"label":"B","answer":null': ("A. 1\nB. 2", "B"),  # AGIEval
+    '"options": ["(A)1","(B)2"], "label": "B"': ("A. 1\nB. 2", "B"),
+    '"options": ["A)3", "B)4"], "answer": "B"': ("A. 3\nB. 4", "B"),
+    '"choices": ["A. 3", " B: 4"], "answer": "4"': ("A. 3\nB. 4", "B"),
+    '"choices": {"A": "A. 3", "B": "B. 4"}, "answer": 1': ("A. 3\nB. 4", "B"),
+    '"choices": ["A. 3", "4"], "answer": "4"': ("A. A. 3\nB. 4", "B"),  # one that has a letter by chance
+    '"choices": {"text": ["5", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. 5\nB. 2", "B"),  # ARC
+    '"choices": [{"label": "A", "text": "5"}, {"label": "B", "text": "2"}], "answerKey": "B"':
+        ("A. 5\nB. 2", "B"),
+    '"choices": {"A": "5", "B": NaN, "C": "2"}, "answer": "C"': ("A. 5\nC. 2", "C"),
+    '"choices": ["5", "2"], "label": 1': ("A. 5\nB. 2", "B"),
+    **{f'"choices": {x}, "answer": "A"': f"one that is not a text (found: {found}" for x, found in {
+        '[NaN, "I", "II"]': "[nan, 'I', 'II']", '"A) 3 B) 4"': "'A) 3 B) 4'", '["1", null]': "['1', None]",
+        '{"text": ["5", "2"], "label": ["1", "2"]}': "{'text': ['5', '2'], 'label': ['1', '2']}",
+        '{"text": ["5", "2"], "label": ["A"]}': "{'text'", '{"text": ["5", "2"]}': "{'text'",
+        '[{"label": "A", "text": "5"}, {"label": "A", "text": "2"}]': "[{'label'", '[["5"], ["2"]]': "[['5']",
+        '[{"text": "5"}, {"text": "2"}]': "[{'text'", '["5", {"text": "2"}]': "['5', {'text'",
+        '5': "5", 'true': "True"}.items()},
+    '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which is none of its choices",
+    '"label": "B"': "has no answer"}
+
+
+@pytest.mark.parametrize("line", OTHER_CHOICES)
+def test_choices_of_other_formats_are_read_or_named(line, tokenizer, tmp_path):
+    want, found = OTHER_CHOICES[line], []
+    error = pytest.raises(UserError, match=re.escape(want)) if isinstance(want, str) else nullcontext()
+    with error:
+        found, told = told_of([f'{{"question": "1+1=", {line}}}'], tokenizer, tmp_path)
+    if found:
+        assert (found[0].text, found[0].answer) == (f"1+1=\n{want[0]}", want[1]) and len(told) == 1
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
+def test_copied_rows_cost_little(form, tokenizer, tmp_path):
+    """Of 200 copies of 300 rows, only the first is read as a problem. With JSON Lines, this takes a tenth of
+    the time and the memory of one copy."""
+    path, told = tmp_path / f"d.{form}", []
+    made = [{"prompt": [{"role": "user", "content": f"{i} " + "x y " * 80}], "id": f"uuid-{i}",
+             "reward_model": {"ground_truth": str(i), "style": "rule"}} for i in range(300)] * 200
+    if form == "parquet":
+        parquet.write_table(pa.Table.from_pylist(made), path)
+    else:
+        text = "\n".join(map(json.dumps, made)) if form == "jsonl" else json.dumps(made)
+        path.write_text(text)
+    began = time.process_time()
+    for _, row in rows.read_rows(str(path)):
+        rows.problem_of(rows.decoded(row, str(path), 1), "row 1")
+    each = time.process_time() - began
+    began = time.process_time()
+    problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
+    assert time.process_time() - began < each * (0.15 if form == "jsonl" else 0.8)
+    assert len(problems) == 300 and "dropped 59700 repeated rows" in told[-1]
+    tracemalloc.start()
+    data.load_problems([str(path)], tokenizer, CFG, told.append)
+    assert tracemalloc.get_traced_memory()[1] < 4e6 or form != "jsonl"
+    tracemalloc.stop()
+
+
+def test_a_folder_is_one_line_that_names_its_files(tokenizer, tmp_path):
+    table = pa.Table.from_pylist([{"prompt": f"{i}?", "answer": str(i)} for i in range(5)])
+    for folder, kind in (("saved", "arrow"), ("all/train", "parquet")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "state.json").write_text("{}")
+        file = tmp_path / folder / f"data-00000.{kind}"
+        if kind == "arrow":  # as save_to_disk of the library datasets
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            parquet.write_table(table, file)
+        for place in {tmp_path / folder, (tmp_path / folder).parent} - {tmp_path}:
+            with pytest.raises(UserError, match=f"{place} is a folder; needed: its files, such as {file}$"):
+                load(place, tokenizer)
+        assert [p.answer for p in load(file, tokenizer)] == list("01234")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no data file .*empty; needed: a .json, .jsonl, .parquet or .arrow"):
+        load(tmp_path / "empty", tokenizer)
+    (tmp_path / "x.arrow").write_bytes(b"ARROW1 nothing")
+    with pytest.raises(UserError, match="x.arrow can't be read"):
+        load(tmp_path / "x.arrow", tokenizer)
+
+
+PLACEHOLDERS = ["proof", "Proof", "proof.", "notfound", "NotFound", "not found", r"\text{proof}", "$proof$",
+                "N/A", "n/a", "nan", "null", "None", "???", "...", "…", "--", "[missing]", "<answer>",
+                "see solution", "See the solution above", "No answer", "TBD", r"\boxed{proof}", "(proof)",
+                "not_available", "todo"]
+REAL = ["-", "+", "<", "=", r"\infty", "∞", r"\emptyset", "∅", "Na", "undefined", "no solution", "()", "0",
+        "N", "proofs", "na", "x_n", "nano", r"\text{nanometer}", "unknown", "yes", "?x", "1..2"]
+
+
+@pytest.mark.parametrize("text", [*PLACEHOLDERS, *REAL])
+def test_a_placeholder_as_gold_answer_cannot_be_graded(text):
+    problem = data.Problem("p", (1,), text)
+    with Grader(workers=1, deadline=20) as grader:
+        grader.submit = lambda *rest: None  # what math-verify says of the text is no matter here
+        assert start.ungradable([problem], [0], grader) == ([0] if text in PLACEHOLDERS else [])
+        assert start.ungradable([replace(problem, kind="exact")], [0], grader) == []
+
+
+def test_odd_gold_answers_are_told(base, gold_check, tmp_path):
+    path = tmp_path / "g.jsonl"
+    cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
+
+    def said(*answers, kind="math"):
+        path.write_text("".join(json.dumps({"prompt": f"{i // 2 if a[0] == '*' else i}=", "reward": kind,
+                                            "answer": a.strip("*")}) + "\n" for i, a in enumerate(answers)))
+        return gold_check(cfg)
+
+    many = [str(i) for i in range(200)]
+    assert said(*many) == said(*many, "7", "8", "9") == []
+    assert said("*1", "*2", *many) == ["--data: 1 prompts have several gold answers, such as ['1', '2']"]
+    assert said("*1", "*1", *many[4:]) == []  # the second row is a repeat
+    assert said(*many, *["yes"] * 11) == ["--data: the gold answer of 11 of 211 problems is 'yes'"]
+    assert said(*many, *["yes"] * 10) == [] == said(*["A"] * 90, kind="choice")
+    *told, refused = said(*many, "proof", "proof", "notfound")
+    assert told == ["--data: 3 of 203 gold answers can't be graded: g.jsonl:201 'proof', g.jsonl:202 'proof'"
+                    ", g.jsonl:203 'notfound'"] and refused.startswith("refused: --data: 3 of 203")
+    assert said(*many, "proof") == ["--data: 1 of 201 gold answers can't be graded: g.jsonl:201 'proof'"]
+
+
+@pytest.mark.parametrize("text,told", [
+    ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", True), ("[INST] 1+1= [/INST]", True),
+    ("<start_of_turn>user\n1+1=", True), ("<|start_header_id|>user<|end_header_id|>", True),
+    ("1<eos>2", True), ("<pad>1", True), ("<|endoftext|>", True), ("|x| < 3 and |y| > 2", False),
+    ("a <| b |> c", False), ("[1, 2]", False), ("<think>", False), ("x<y>z", False), ("<|a b|>", False)])
+def test_special_tokens_and_chat_markup_in_a_problem_are_told(text, told, tokenizer, tmp_path):
+    _, lines = told_of([GOOD.decode(), {"prompt": text, "answer": "2"}], tokenizer, tmp_path)
+    line = "in 1 of 2 rows (the first: 2) the problem has chat markup or special tokens"
+    assert lines[:-1] == [line] * told
+
+
+@pytest.mark.parametrize("template,twice", [
+    ("<pad>{problem}<think>", True), ("{problem}<think>", False), ("Q <pad>{problem}", False),
+    ("chat", False), ("own", True)])
+def test_two_tokens_at_the_start_of_a_prompt_are_refused(template, twice, tiny, tmp_path):
+    """The tokenizer adds <pad> as its first token. A chat template adds it itself."""
+    (tmp_path / "t.txt").write_text(template)
+    path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
+    path.write_bytes(GOOD)
+    tokenizer.bos_token = "<pad>"
+    tokenizer.chat_template = "<pad>" * (1 + twice) + "{{ messages[0].content }}"
+    pad = tokenizer.pad_token, tokenizer.pad_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<pad> $0", special_tokens=[pad])
+    cfg = replace(CFG, template="chat" if template in ("chat", "own") else str(tmp_path / "t.txt"))
+    error = pytest.raises(UserError, match="d.jsonl row 1: its prompt begins with '<pad>' twice; needed: ")
+    with error if twice else nullcontext():
+        assert load(path, tokenizer, cfg)[0].ids[0] == tokenizer.pad_token_id
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_file_and_row(tokenizer, tiny, tmp_path):
+    path, size = tmp_path / "d.jsonl", load_config(tiny).vocab_size
+    longer = load_tokenizer(tiny)
+    longer.add_special_tokens({"additional_special_tokens": [f"<r{i}>" for i in range(size)]})
+    for text in ("1", "<r0>", f"1<r{size - 1}>2"):
+        path.write_text(GOOD.decode() + "\n" + json.dumps({"prompt": text, "answer": "1"}))
+        problems = load(path, longer)
+        high = max(problems[1].ids) >= size
+        assert high == ("<r" in text)
+        with pytest.raises(UserError, match=r"d.jsonl row 2: its prompt has the token \d+, and the model's "
+                                            rf"embedding has {size} tokens; ") if high else nullcontext():
+            rollout.check_tokens([problems], load_config(tiny))
+    rollout.check_tokens([[]], load_config(tiny))

@@ -61,13 +61,14 @@ from grading.worker import Grader
 from guard.lock import FolderLock
 from guard.start import check_gold, with_date
 from guard.watch import watch
-from model import Policy, files_weights, folder_fingerprint, load_tokenizer, on_meta, resolve
+from model import Policy, files_weights, folder_fingerprint, load_config, load_tokenizer, on_meta, resolve
 from reward import graders_of
 from rollout import (
     Scores,
     Sets,
     check_engine_flags,
     check_graders,
+    check_tokens,
     load_sets,
     make_engine,
     make_grader,
@@ -295,6 +296,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     cfg = with_date(replace(cfg, date=""), tokenizer, cfg.date, say)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
+    check_tokens(sets.values(), load_config(path))
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
 
