@@ -57,7 +57,8 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
     ("scale-rl-7b", 48 * 3, 18), ("scale-rl-7b", 8, 1), ("dr-grpo-7b", 384, None)])
 def test_an_update_has_whole_prompts_if_the_mean_is_over_prompts(name, prompts, an_update):
     """Updates of other presets have samples that are shuffled apart."""
-    cfg = replace(PRESETS[name], prompts_per_step=prompts, samples_per_prompt=16, policy_updates=8)
+    cfg = replace(PRESETS[name], prompts_per_step=prompts, samples_per_prompt=16, policy_updates=8,
+                  pack_len=16384)
     lengths, ids = np.random.default_rng(1).integers(50, 9000, prompts * 16), np.arange(prompts * 16) // 16
     seen = []
     for ranks, step in ((1, 0), (4, 0), (1, 1)):

@@ -353,9 +353,9 @@ def _per_token(case, shape, recompute):
     # (data.LEAST_SHARED).
     of_mlp = 4 if not case.gpu else 2 if shape.silu else 3
     stored = b * (0.96 * (4 * d + q + of_mlp * inner) + 2 * q + 2 * kv)
-    # The input of a recomputed layer is counted already. A recomputed layer needs this memory when the
-    # backward pass has freed the layers after it.
-    again = stored - b * d
+    # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
+    # counted already. It holds one tensor of the MLP less than other layers (bench/nullgpu/memory.py).
+    again = stored - b * (d + inner)
     whole = shape.layers - recompute
     return recompute * b * d + whole * stored, max(0, again - whole * stored) if recompute else 0
 
@@ -479,7 +479,9 @@ def _with_total(case, usage):
     CUDA and idle state: the memory of CUDA and NCCL, plus the weights and AdamW's moments that are on the
         device but not counted in `usage`
     total: the sum of all items"""
-    idle = 0.0 if case.offloads else case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
+    idle = 0.0
+    if not case.offloads:  # HOLES: many small tensors
+        idle = (1 + HOLES) * case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
     cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
     usage = usage | {"CUDA and idle state": cuda + idle}
     return {"total": sum(usage.values())} | usage
