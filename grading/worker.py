@@ -124,7 +124,6 @@ x\ge5y=3:4
 # --- in a worker
 
 _functions = {}  # "FILE.py:FUNCTION" -> the function
-_patches = {}  # "FILE.py:FUNCTION" -> {name: value} of builtins that the user's file replaces
 _modules = {}  # folder of a user's file -> {name: module} of the modules imported from this folder
 
 
@@ -177,6 +176,7 @@ def _modules_beside(spec):
     Afterwards these modules are in `_modules` and not in sys.modules, because two users' files may import
     modules of the same name."""
     folder = os.path.dirname(spec)
+    usual = dict(vars(builtins))
     before = set(sys.modules)  # before `update` adds the folder's modules, because `added` must include them
     # After the standard library, so that a file such as types.py does not replace a part of it.
     sys.path.insert(next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), 0), folder)
@@ -184,6 +184,10 @@ def _modules_beside(spec):
     try:
         yield
     finally:
+        # pebble and other functions must not see builtins that the user's file replaces.
+        for key in vars(builtins).keys() - usual.keys():
+            delattr(builtins, key)
+        vars(builtins).update(usual)
         with suppress(ValueError):  # the user's file may have removed the folder from sys.path
             sys.path.remove(folder)
         added = sys.modules.keys() - before
@@ -235,14 +239,12 @@ def _message(error, spec):
     return shorten(f"{type(error).__name__}: {text}{''.join(places[-1:])}", 500)
 
 
-def _init_worker(spec, *files):
+def _init_worker(*files):
     """Make this worker easy to kill, and limit its memory.
 
-    spec: the user's function that this worker calls, or "compare"
     files: the server's pipes, which a user's function must not use"""
     for file in files:
         os.close(file)
-    vars(builtins).update(_patches.get(spec, {}))
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -284,14 +286,8 @@ def _import_function(spec, known):
 
     known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""
     path, _, name = spec.rpartition(":")
-    usual = dict(vars(builtins))
     with _modules_beside(spec):
         module = runpy.run_path(path)
-    # Other functions and the comparisons must not see the builtins that this file replaces.
-    _patches[spec] = {key: x for key, x in vars(builtins).items() if usual.get(key) is not x}
-    for key in _patches[spec].keys() - usual.keys():
-        delattr(builtins, key)
-    vars(builtins).update(usual)
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     _functions[spec] = function = module[name]
@@ -391,7 +387,7 @@ def _dispatch(requests, replies, workers, deadline, found):
     context.Process = _Worker
     pools = {}
     for spec, (_, seconds, parallel) in {"compare": ((), 0, 0), **found}.items():
-        pool = pebble.ProcessPool(parallel or workers, MAX_TASKS, _init_worker, [spec, requests, replies],
+        pool = pebble.ProcessPool(parallel or workers, MAX_TASKS, _init_worker, [requests, replies],
                                   context=context)
         pools[spec] = pool, seconds or deadline, seconds or WALL * deadline
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker

@@ -738,8 +738,9 @@ PATCHES = {"import": "import builtins\nbuiltins.len = lambda x: 99\nbuiltins.ext
 @pytest.mark.parametrize("when", PATCHES)
 def test_builtins_that_one_function_replaces_are_not_those_of_others(tmp_path, when):
     patch = "import builtins; builtins.len = lambda x: 99; import math; math.sqrt = len; os.chdir('/')"
+    seen = 99 if when == "call" else 3  # the file's own patch lasts as long as its import or call
     (tmp_path / "a.py").write_text(f"import os\n{PATCHES[when]}def score(response):\n    "
-                                   f"{patch if when == 'call' else ''}\n    return len('abc') == 99\n")
+                                   f"{patch if when == 'call' else ''}\n    return len('abc') == {seen}\n")
     (tmp_path / "b.py").write_text("import math, os\ndef score(response):\n"
                                    "    return len('abc') == 3 and math.sqrt(4) == 2 and abs(-1) == 1 "
                                    "and os.getcwd() != '/'\n")
