@@ -26,7 +26,6 @@ from grading.rows import read_rows
 
 STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
 CHUNKS_ALIVE = 3  # chunks of logits (model.py) that are in memory at once
-SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
@@ -349,7 +348,7 @@ def _engine_memory(case):
     memory: first for weights and buffers, and the rest for the KV cache."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
-    buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
+    buffers = 4 * configs.SAMPLER_COPIES * rows * policy.vocab
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.engine_sleeps:
         buffers += ENGINE_BUFFERS
