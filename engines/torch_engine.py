@@ -131,7 +131,7 @@ class Pages(Cache):
         self.free = [*range(1, pages)]
         self.uses = [0] * pages  # number of responses that have this page
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
-        self.copies: list[tuple[int, int]] = []  # pages to copy after the prefill: (from, to)
+        self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
         self.unread = []
 
     def admit(self, r: Response) -> bool:
@@ -145,7 +145,8 @@ class Pages(Cache):
         for page in r.pages:
             self.uses[page] += 1
         if other:  # the prompt's last tokens are in a page that the other response goes on to fill
-            self.copies.append((other.pages[full], r.pages[full]))
+            source = other.pages[full]
+            self.copies[r.pages[full]] = self.copies.get(source, source)
         else:
             self.unread.append(r)
         self.latest[r.prompt] = r
@@ -156,16 +157,17 @@ class Pages(Cache):
             self.uses[page] -= 1
             if self.uses[page] == 0:
                 self.free.append(page)
-        if self.latest[r.prompt] is r:
+        if self.latest.get(r.prompt) is r:
             del self.latest[r.prompt]
 
     def prefilled(self) -> None:
         """Finish `admit`, after the prefill."""
         if self.copies:
-            source, target = torch.tensor(self.copies).to(self.table.device).T
+            pairs = np.array([*self.copies.items()])
+            target, source = to_device(pairs, self.table.device).T
             for cached in self.layers:
                 cached[:, target] = cached[:, source]
-        self.copies, self.unread = [], []
+        self.copies, self.unread = {}, []
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
         """Begin a decoding step. Returns the slots that the model computes, and the slots' rows in its output:
@@ -639,7 +641,7 @@ class TorchEngine(Engine):
         slow, so a stop string is looked for only after a token that may complete one."""
         if ids[-1] in self.eos:
             return True
-        if not self.may_end[ids[-1]]:
+        if not may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)[ids[-1]]:
             return False
         before, last = np.array(ids[:-1], np.int32), np.array(ids[-1:], np.int32)
         return first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
