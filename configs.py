@@ -529,6 +529,7 @@ RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
 CHUNK_BYTES = 2**28  # model.py computes the fp32 logits in chunks of at most this size
 SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
+KV_PAGE = 256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
 
 # Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
 # ckpt.resume accepts another path, but refuses other content, such as other problems, another model config

@@ -38,7 +38,6 @@ from engine import Engine, Key, first_stop, may_stop
 from engines import vllm_engine
 from model import Policy, Segments, rms_norm
 
-PAGE = 256  # tokens of a page; FlashAttention takes multiples of 256
 LOOK = 8  # decoding steps between two looks of the host
 
 
@@ -286,8 +285,8 @@ def paged_kernel() -> Callable:
     if "block_table" in inspect.signature(varlen_attn).parameters:
         return torch_kernel
     kernel = vllm_engine.paged_kernel()
-    configs.require(kernel is not None, f"--engine torch on a GPU, and torch {torch.__version__} has no "
-                    "attention over pages", "torch 2.13 or newer, or vllm (its kernel is used)")
+    configs.require(kernel is not None, f"--engine torch on a GPU: torch {torch.__version__} has no attention "
+                    "over pages", "torch 2.13 or newer, or an installed vllm, whose kernel is then used")
     return kernel
 
 
@@ -450,9 +449,11 @@ class TorchEngine(Engine):
         self.decoder = FusedDecoder(self.policy)
         flash = self.device.type == "cuda" and dtype != torch.float32  # FlashAttention takes bf16 and fp16
         self.kernel = paged_kernel() if flash else None
-        self.page = PAGE if flash else 0  # tokens of a page; 0: rows
+        self.page = configs.KV_PAGE if flash else 0  # tokens of a page; 0: rows
         self.look = LOOK
         self.slots = None
+        self.stream = None
+        self.loaded = set()  # the calls of `_step` that have run
         self.ledger.end()
 
     def load(self, weights):
@@ -566,22 +567,26 @@ class TorchEngine(Engine):
                            cache=cache)
 
     def _decode(self, slots, temperature, top_p):
-        """Run the decoding steps up to the next look. On a GPU, the first step of a batch size runs kernel by
-        kernel, which also loads the kernels. Then the step is captured as a graph."""
+        """Run the decoding steps up to the next look."""
         call = slots.batch(), temperature, top_p
         for _ in range(slots.look):
-            if call in slots.graphs:
+            if self.kernel and call in self.loaded:
+                if call not in slots.graphs:
+                    slots.graphs[call] = self._capture(slots, call)
                 slots.graphs[call].replay()
-                continue
-            self._step(slots, *call)
-            if self.kernel:
-                slots.graphs[call] = self._capture(slots, call)
+            else:
+                # A capture can't load kernels, so the engine's first step of a batch size runs without a graph.
+                self._step(slots, *call)
+                self.loaded.add(call)
+                torch.cuda.empty_cache()
 
     def _capture(self, slots, call):
         """Returns the graph of a decoding step. Nothing is computed."""
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for g in slots.graphs.values()), None)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        # One stream for all captures, because cuBLAS keeps memory for each stream.
+        self.stream = self.stream or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self.stream):
             # "thread_local": other threads may use the GPU during the capture
             graph.capture_begin(pool, capture_error_mode="thread_local")
             self._step(slots, *call)
@@ -677,7 +682,9 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
         logp = logits.log_softmax(-1)
         token = logp.argmax(-1)
     else:
-        logp = nucleus(logits / temperature, top_p).log_softmax(-1)
+        if temperature != 1:  # the tensors of a large batch are large, so none is made without need
+            logits = logits / temperature
+        logp = nucleus(logits, top_p).log_softmax(-1)
         cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
         token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V

@@ -344,15 +344,19 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage. On a GPU, vLLM uses --engine_share of the
-    memory: first for weights and buffers, and the rest for the KV cache."""
+    """Returns the memory of an engine while it samples, as a Usage. On a GPU, an engine uses --engine_share of
+    the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no more
+    than --max_num_seqs responses of full length need."""
     cfg, policy = case.cfg, case.policy
-    rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
+    rows = cfg.max_num_seqs if case.gpu else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * configs.SAMPLER_COPIES * rows * policy.vocab
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.engine_sleeps:
         buffers += ENGINE_BUFFERS
-        cache = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
+    if case.gpu:
+        room = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
+        pages = 1 + rows * -(-cfg.engine_len // configs.KV_PAGE)
+        cache = room if case.engine_sleeps else min(room, pages * configs.KV_PAGE * case.kv_bytes)
     return {"engine weights": case.engine_weights, "engine buffers": buffers, "KV cache": cache}
 
 
@@ -629,6 +633,20 @@ def verdict(case: Case) -> str:
     return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
 
 
+def engine_choice(case: Case) -> str:
+    """Returns a line that says which engine samples, and why; "" without a GPU with known speeds."""
+    if not (case.gpu and case.gpu.flops):
+        return ""
+    cfg, kind, costs = case.cfg, case.cfg.engine_kind(True), []
+    for engine in ("vllm", "torch") if cfg.tp == 1 else ("vllm",):
+        planned = replace(case, cfg=replace(cfg, engine=engine))
+        rollout = seconds(planned, cfg.max_prompt_len / 8, cfg.max_response_len / 4)["rollout"]
+        needs = sum(_engine_memory(planned).values())
+        costs.append(f"{engine} {rollout:,.1f} s and {gib(needs)}")
+    why = "auto takes vllm until a GPU has measured both" if cfg.engine == "auto" else "as --engine says"
+    return f"engine: {kind} ({why}); a rollout of quarter length takes about: {', '.join(costs)}"
+
+
 # --- the plan as a table
 
 # section -> row -> cell, or section -> row -> column -> cell. A cell is a number or a word.
@@ -726,9 +744,10 @@ def main() -> None:
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
     if cfg.json:
-        print(json.dumps(plan | {"verdict": verdict(case), "config": vars(cfg)}))
+        print(json.dumps(plan | {"verdict": verdict(case), "engine": engine_choice(case), "config": vars(cfg)}))
     else:
-        print(*as_text(plan), "", textwrap.fill(verdict(case), 80), sep="\n")
+        lines = [textwrap.fill(line, 80) for line in (verdict(case), engine_choice(case)) if line]
+        print(*as_text(plan), "", *lines, sep="\n")
 
 
 if __name__ == "__main__":

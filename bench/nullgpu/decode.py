@@ -56,15 +56,16 @@ def kernels(shape, batch: int, context: int, fused: bool) -> list[tuple[str, int
     small = [pointwise("norms", 2 * layers, 3 * d), pointwise("rotary", layers, 2 * (q + kv)),
              pointwise("write keys and values", layers, 4 * kv), pointwise("activation", layers, 3 * inner)]
     if not fused:
-        small += [pointwise("rotary, 2 more", 2 * layers, 2 * (q + kv)), pointwise("residuals", 2 * layers, 3 * d),
+        small += [pointwise("rotary, 2 more", 2 * layers, 2 * (q + kv)),
+                  pointwise("residuals", 2 * layers, 3 * d),
                   pointwise("write values", layers, 2 * kv), pointwise("gate", layers, 3 * inner),
                   ("state of the slots", 25, 1e4, 0.0)]
-    # The sampler's passes over the logits: scale, log-softmax (2), exp, cumsum (4, in float64), search.
+    # The sampler's passes over the logits: log-softmax (2), exp (2), cumsum in float64 (7 of 4 bytes).
     return [product("q, k, v", layers, d, q + 2 * kv), product("o", layers, q, d),
             product("gate, up", layers, d, 2 * inner), product("down", layers, inner, d),
             product("head", 1, d, shape.vocab), ("logits", 1, logits, 0.0),
             ("attention", layers, 4 * batch * context * kv, 4 * batch * context * q), *small,
-            ("sampler", 8, logits * (9 if not fused else 6) / 8, 0.0)]
+            ("sampler", 8, logits * (6 if fused else 11) / 8, 0.0)]
 
 
 def device_seconds(shape, gpu, batch: int, context: int, fused: bool) -> float:
@@ -95,11 +96,18 @@ def computed_row(shape, gpu, batch: int, context: int, host: dict[int, float]) -
     row = {k: round(1000 * v, 2) if k.endswith("ms") or k in HOST else v for k, v in row.items()}
     cache = 4 * shape.layers * shape.kv * batch * context
     row["fits"] = cache + 2 * shape.policy_params < 0.75 * gpu.memory
-    row["faster"] = "torch" if row["torch_ms"] < row["vllm_direct"] else "vllm"
+    if row["fits"]:
+        row["faster"] = "torch" if row["torch_ms"] < row["vllm_direct"] else "vllm"
     return row
 
 
 # --- measured
+
+
+def timed(call, *args) -> float:
+    start = time.process_time()
+    call(*args)
+    return time.process_time() - start
 
 
 def measured(model: str, batch: int, tokens: int) -> dict:
@@ -116,20 +124,23 @@ def measured(model: str, batch: int, tokens: int) -> dict:
     cfg = replace(PRESETS["orz-0.5b-1gpu"], model=model, stop=(), max_prompt_len=256, max_model_len=0,
                   max_response_len=tokens, max_num_seqs=batch, engine="torch", algo="grpo")
     engine = TorchEngine(model, models.load_tokenizer(model), cfg, "cuda", torch.bfloat16)
+    text_of = engine.text_of
     requests = {(i, j): range(5, 185) for i in range(batch // 8) for j in range(8)}
-    for version in range(2):  # the first rollout loads kernels
+    for version in range(3):  # the first rollout loads kernels
         weights = ((name, torch.empty_like(p)) for name, p in engine.policy.named_parameters())
         with engine.awake(weights, version):
             nullgpu.reset()
-            start = time.process_time()
+            start, texts = time.process_time(), []
+            engine.text_of = lambda ids: texts.append(timed(text_of, ids)) or ""
             samples = list(engine.generate(requests, dict.fromkeys(requests, tokens), 1.0, (0,), version))
-            seconds, seen = time.process_time() - start, nullgpu.counters()
+            seconds, seen = time.process_time() - start - sum(texts), nullgpu.counters()
     assert [len(s.ids) for s in samples] == [tokens] * batch
     case = Case(cfg, 1, [plan.read_shape(model)] * 3, plan.gpu_of(torch.cuda.get_device_name(), 79.1 * 2**30))
     planned = dict(memory(case))["rollout"]
     parts = sum(planned[x] for x in ("engine weights", "engine buffers", "KV cache"))
     peak = seen["peak_gib"] - 0.55  # the stub counts 0.55 GiB for CUDA's context
     return {"slots": batch, "tokens": tokens, "host_ms_a_step": round(1000 * seconds / tokens, 3),
+            "text_ms_a_response": round(1000 * sum(texts) / batch, 3),
             "graph_launches_a_step": round(seen["graph_launch"] / tokens, 3),
             "graphs_captured": seen["graph_capture"], "waits": seen["sync_event"],
             "peak_gib": round(peak, 2), "planned_gib": round(parts / 2**30, 2)}
