@@ -609,37 +609,33 @@ class TorchEngine(Engine):
         position.copy_(torch.minimum(position + 1, last))  # past its end, a response stays in its pages
 
     def _look(self, slots, recent):
-        """Append the sampled tokens to their responses. Returns the responses that have ended, whose slots and
+        """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots and
         pages are then free. recent: see Slots.copy."""
         ended, kept = [], []
         ids = recent[:, 0].astype(np.int64)
-        may_end = self.may_end[ids].any(1)
-        tokens = zip(slots.responses, may_end.tolist(), ids.tolist(), recent[:, 1].tolist(), strict=False)
-        for j, (r, check, *sampled) in enumerate(tokens):
-            if self._append(r, check, *sampled):
+        may_end = self.may_end[ids].any(1).tolist()
+        sampled = zip(slots.responses, may_end, ids.tolist(), recent[:, 1].tolist(), strict=False)
+        for slot, (r, check, ids, logp) in enumerate(sampled):
+            r.ids += ids
+            r.logp += logp
+            if (check or len(r.ids) >= r.limit) and self._ends(r, len(ids)):
                 ended.append(r)
                 slots.cache.release(r)
             else:
-                kept.append(j)
+                kept.append(slot)
         if ended:
             slots.keep([*kept, *range(len(recent), len(slots.responses))])
         slots.cache.split(slots.inputs[:len(slots.responses), 0], bool(ended))
         return ended
 
-    def _append(self, r, check, ids, logp):
-        """Append sampled tokens to a response, up to its end. Returns True if it has ended. check: whether a
-        token may end it."""
-        start = len(r.ids)
-        r.ids += ids
-        r.logp += logp
-        end = min(len(r.ids), r.limit)
-        if check:
-            for t in range(start, end):
-                if self._stopped(r.ids[:t + 1]):
-                    r.stopped, end = True, t + 1
-                    break
-        del r.ids[end:], r.logp[end:]
-        return r.stopped or end == r.limit
+    def _ends(self, r, new):
+        """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
+        for end in range(len(r.ids) - new + 1, len(r.ids) + 1):
+            r.stopped = self._stopped(r.ids[:end])
+            if r.stopped or end == r.limit:
+                del r.ids[end:], r.logp[end:]
+                return True
+        return False
 
     def _stopped(self, ids):
         """Returns True if the last token of a response ends it, by EOS or a stop string. Decoding to text is
@@ -685,7 +681,8 @@ def sample_token(logits: Tensor, u: Tensor, temperature: float,
         if temperature != 1:  # the tensors of a large batch are large, so none is made without need
             logits = logits / temperature
         logp = nucleus(logits, top_p).log_softmax(-1)
-        cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+        cumulative = logp.exp().double()
+        cumulative = torch.cumsum(cumulative, -1, out=cumulative)
         token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V
     return token, logp.gather(1, token[:, None])[:, 0]

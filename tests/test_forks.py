@@ -52,8 +52,10 @@ DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
 # Section 4: the engine ends a response that repeats itself.
 YIELDS = "            yield from (output for output in outputs if output.finished)\n"
 ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
-        ("engines/torch_engine.py", "        if check:\n",
-         told("        for t in range(start, end)") + "        if check:\n"),
+        ("engines/torch_engine.py", "        if ids[-1] in self.eos:\n",
+         told("        if self.ends(ids)") + "        if ids[-1] in self.eos:\n"),
+        ("engines/torch_engine.py", "        slots = self._allocate(waiting)\n",
+         told("        self.may_end[:]") + "        slots = self._allocate(waiting)\n"),
         ("engines/vllm_engine.py", YIELDS, told("            from vllm.v1.engine") + YIELDS)]
 # Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]

@@ -29,6 +29,7 @@ CHUNKS_ALIVE = 3  # chunks of logits (model.py) that are in memory at once
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
+TORCH_BUFFERS = 0.35 * GIB  # GPU memory of the torch engine's activations, and free memory in pieces
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
 HOLES = 0.015  # unused memory between activations, as a share of the activations
@@ -351,9 +352,8 @@ def _engine_memory(case):
     rows = cfg.max_num_seqs if case.gpu else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * configs.SAMPLER_COPIES * rows * policy.vocab
     cache = rows * cfg.engine_len * case.kv_bytes
-    if case.engine_sleeps:
-        buffers += ENGINE_BUFFERS
     if case.gpu:
+        buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
         room = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
         pages = 1 + rows * -(-cfg.engine_len // configs.KV_PAGE)
         cache = room if case.engine_sleeps else min(room, pages * configs.KV_PAGE * case.kv_bytes)
