@@ -198,7 +198,7 @@ class Config:
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
     temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
-    engine_share: Part = 0.7  # fraction of GPU memory that vllm may use while it samples
+    engine_share: Part = 0.7  # fraction of GPU memory that the engine may use while it samples
     max_num_seqs: Count = 512  # maximum responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set

@@ -169,8 +169,8 @@ class Pages(Cache):
         self.copies, self.unread = {}, []
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
-        """Begin a decoding step. Returns the slots that the model computes, and the slots' rows in its output:
-        here all. position (slots,): positions of the new tokens."""
+        """Begin a decoding step. Returns the slots that the model computes, and the rows of the slots in its
+        output: here all. position (slots,): positions of the new tokens."""
         self.used = (position + 1).int()
         page = self.table[:slots].gather(1, (position // self.size)[:, None])[:, 0]
         self.at = page.long(), position % self.size
@@ -285,8 +285,8 @@ def paged_kernel() -> Callable:
     if "block_table" in inspect.signature(varlen_attn).parameters:
         return torch_kernel
     kernel = vllm_engine.paged_kernel()
-    configs.require(kernel is not None, f"--engine torch on a GPU: torch {torch.__version__} has no attention "
-                    "over pages", "torch 2.13 or newer, or an installed vllm, whose kernel is then used")
+    configs.require(kernel is not None, f"--engine torch on a GPU: torch {torch.__version__} has no "
+                    "attention over pages", "torch 2.13 or newer, or vllm, whose kernel is then used")
     return kernel
 
 
@@ -427,8 +427,8 @@ class Slots:
             self.recent[:len(kept)] = self.recent[index]
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
-        """Begin to copy the tokens and log-probs of the first slots since the last look to the host. Returns a
-        function that waits for the copy and returns it: (slots, 2, steps)."""
+        """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
+        Returns a function that waits for the copy and returns it: (slots, 2, steps)."""
         copied = self.recent[:slots].to("cpu", non_blocking=True, copy=True)
         self.step.zero_()
         done = torch.cuda.current_stream().record_event() if self.recent.is_cuda else None
@@ -493,8 +493,8 @@ class TorchEngine(Engine):
                 yield self.sample(r.key, requests[r.key], ids, logp, r.stopped)
 
     def _allocate(self, waiting):
-        """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs until
-        the engine sleeps."""
+        """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
+        until the engine sleeps."""
         cfg, like = self.cfg, self.policy.lm_head.weight
         if not self.page:
             count = min(cfg.max_num_seqs, len(waiting))
@@ -570,14 +570,16 @@ class TorchEngine(Engine):
         """Run the decoding steps up to the next look."""
         call = slots.batch(), temperature, top_p
         for _ in range(slots.look):
-            if self.kernel and call in self.loaded:
-                if call not in slots.graphs:
-                    slots.graphs[call] = self._capture(slots, call)
+            if self.kernel and call in self.loaded and call not in slots.graphs:
+                slots.graphs[call] = self._capture(slots, call)
+            if call in slots.graphs:
                 slots.graphs[call].replay()
-            else:
-                # A capture can't load kernels, so the engine's first step of a batch size runs without a graph.
-                self._step(slots, *call)
-                self.loaded.add(call)
+                continue
+            self._step(slots, *call)
+            # A capture can't load kernels, so the first step of a batch size runs without a graph. What it
+            # has freed must be free for the graph.
+            self.loaded.add(call)
+            if self.kernel:
                 torch.cuda.empty_cache()
 
     def _capture(self, slots, call):
@@ -609,8 +611,8 @@ class TorchEngine(Engine):
         position.copy_(torch.minimum(position + 1, last))  # past its end, a response stays in its pages
 
     def _look(self, slots, recent):
-        """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots and
-        pages are then free. recent: see Slots.copy."""
+        """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
+        and pages are then free. recent: see Slots.copy."""
         ended, kept = [], []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()

@@ -133,8 +133,8 @@ def _import_vllm():
 
 
 def paged_kernel():
-    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns None
-    if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
+    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns
+    None if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
     try:
         from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
     except ImportError:

@@ -399,6 +399,9 @@ def said_by(monkeypatch, capsys):
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, said_by):
     said = said_by(f"{name} --ranks 8")
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
+    engine = said.pop("engine")
+    assert engine.startswith("engine: vllm (auto takes vllm until") and ("torch" in engine.split(";")[1]) == (
+        PRESETS[name].tp == 1)
     lines = plan.as_text(said)
     assert max(map(len, lines)) <= 80
     for section, rows in said.items():

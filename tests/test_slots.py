@@ -128,12 +128,12 @@ def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
     hidden = engine.policy.hidden
     engine.policy.hidden = lambda tokens, *rest, **options: (
         reads.append(tokens.numel()), hidden(tokens, *rest, **options))[1]
-    requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages and 4 more tokens
+    requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages, and 4 tokens on a fourth
     with engine.awake(dist.full_weights(case[2]), VERSION):
-        stream = engine.generate(requests, dict.fromkeys(requests, 4), 1.0, KEY, VERSION)
-        next(stream)
-        assert reads == [28]
-        assert 160 - len(engine.slots.cache.free) - 1 <= 3 + 8 or engine.slots.cache.uses[0] == 0
+        stream = engine.generate(requests, {k: 4 if k == (0, 5) else 12 for k in requests}, 1.0, KEY, VERSION)
+        assert next(stream).key == (0, 5) and reads == [28]
+        uses = sorted(engine.slots.cache.uses)
+        assert uses[-3:] == [7, 7, 7] and sum(uses) - 3 * 7 == 7 * 2 and max(uses[:-3]) == 1
         stream.close()
 
 

@@ -345,9 +345,9 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage. On a GPU, an engine uses --engine_share of
-    the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no more
-    than --max_num_seqs responses of full length need."""
+    """Returns the memory of an engine while it samples, as a Usage. On a GPU, an engine uses --engine_share
+    of the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no
+    more than --max_num_seqs responses of full length need."""
     cfg, policy = case.cfg, case.policy
     rows = cfg.max_num_seqs if case.gpu else min(cfg.max_num_seqs, case.responses)
     buffers = 4 * configs.SAMPLER_COPIES * rows * policy.vocab
@@ -744,7 +744,8 @@ def main() -> None:
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
     if cfg.json:
-        print(json.dumps(plan | {"verdict": verdict(case), "engine": engine_choice(case), "config": vars(cfg)}))
+        lines = {"verdict": verdict(case), "engine": engine_choice(case)}
+        print(json.dumps(plan | lines | {"config": vars(cfg)}))
     else:
         lines = [textwrap.fill(line, 80) for line in (verdict(case), engine_choice(case)) if line]
         print(*as_text(plan), "", *lines, sep="\n")
