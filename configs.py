@@ -201,7 +201,7 @@ class Config:
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
     temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
-    engine_share: Part = 0.7  # fraction of GPU memory that vllm may use while it samples
+    engine_share: Part = 0.7  # fraction of GPU memory that the engine may use while it samples
     max_num_seqs: Count = 512  # maximum responses that one engine decodes at once
     tp: Count = 1  # ranks that share one engine (tensor parallel; vllm only)
     eval_samples: tuple[Count, ...] = (1,)  # responses to each held-out problem; one number, or one per set
@@ -539,6 +539,8 @@ NODE = 8  # ranks on a usual machine; train.py starts up to this many without to
 # model.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a GPU,
 # because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
+SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
+KV_PAGE = 256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
 
 # Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
 # ckpt.resume accepts another path, but refuses other content, such as other problems, another model config

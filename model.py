@@ -168,14 +168,13 @@ def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
     cache: an engines.torch_engine.Cache. None in training.
-    segments: None when the engine decodes one token for each of R rows of the cache. Then query is
-        (R, H, 1, d), and the output is (R, 1, H, d)."""
-    if cache is not None:
-        cache.write(module.layer_idx, key, value)
+    segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
+        the output is (R, 1, H, d)."""
     if segments is None:
-        key, value, allowed = cache.read(module.layer_idx, sliding_window)
-        out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
+        qkv = (x[:, :, 0] for x in (query, key, value))
+        return cache.attend(module.layer_idx, *qkv, scaling, sliding_window)[:, None], None
+    if cache is not None:
+        cache.write(module.layer_idx, *(x[0].transpose(0, 1) for x in (key, value)))
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
     if not (flash or segments.blocks):
         segments.pad()

@@ -179,6 +179,23 @@ def _import_model(architectures):
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def paged_kernel():
+    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns
+    None if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+    except ImportError:
+        return None
+    newest = 3 if is_fa_version_supported(3) else 2
+
+    def kernel(query, keys, values, cu_seqlens, longest, scaling, window, used, table):
+        return flash_attn_varlen_func(
+            query, keys, values, 1, cu_seqlens, longest, seqused_k=used, softmax_scale=scaling, causal=True,
+            window_size=[window - 1, 0] if window else None, block_table=table, fa_version=newest)
+
+    return kernel
+
+
 def _repack_tied_head(model):
     """On a CPU, update vLLM's packed copy of the output layer's weights. vLLM does not update this copy
     itself if output layer and embedding are tied."""

@@ -117,11 +117,13 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
     return max((float((b.float() - theirs[name]).abs().max()) for name, b in ours.items()), default=0.0)
 
 
-def compare_engine(path: str, kind: str) -> float:
-    """Returns the largest difference in nats between the log-probs of trainer and engine."""
+def compare_engine(path: str, kind: str, page: int = 0) -> float:
+    """Returns the largest difference in nats between the log-probs of trainer and engine. page: tokens of a
+    page of the torch engine; 0: rows"""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
+    engine.page = page
     if kind == "vllm":
         KEPT.append(engine)
     policy, gap = model.load_policy(path), 0.0

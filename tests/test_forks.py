@@ -51,8 +51,10 @@ DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
            '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
 # Section 4: the engine ends a response that repeats itself.
 ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
-        ("engines/torch_engine.py", "        if self.cfg.stop:\n",
-         told("        for j in (~stopped)") + "        if self.cfg.stop:\n"),
+        ("engines/torch_engine.py", "        if ids[-1] in self.eos:\n",
+         told("        if self.ends(ids)") + "        if ids[-1] in self.eos:\n"),
+        ("engines/torch_engine.py", "        slots = self._allocate(waiting)\n",
+         told("        self.may_end[:]") + "        slots = self._allocate(waiting)\n"),
         ("engines/vllm_engine.py", "            if self.enders[token]:\n",
          told("            stopped |= self.ends") + "            if self.enders[token]:\n")]
 # Section 4: a run ends when nearly all samples are right.

@@ -270,7 +270,7 @@ def test_seconds_scale_as_their_formulas_do():
 
 # The constants of the code that ran on the H200: FSDP on one rank, vLLM's own output processor, an output
 # layer with ten passes over small chunks of logits, and AdamW without the fused kernel.
-THEN = dict(DECODE_HOST=(0.9e-3, 35e-6), LAYER_HOST=3.5e-3, OPTIMIZER_HOST={False: 4e-3},
+THEN = dict(DECODE_HOST={"vllm": (0.9e-3, 35e-6)}, LAYER_HOST=3.5e-3, OPTIMIZER_HOST={False: 4e-3},
             HEAD_BYTES=(40, 130), START=65.0, CHUNK_BYTES={"cuda": 2**28})
 
 
@@ -454,6 +454,9 @@ def said_by(monkeypatch, capsys):
 def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, said_by):
     said = said_by(f"{name} --ranks 8")
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
+    engine = said.pop("engine")
+    assert engine.startswith("engine: vllm (auto takes vllm until") and ("torch" in engine.split(";")[1]) == (
+        PRESETS[name].tp == 1)
     lines = plan.as_text(said)
     assert max(map(len, lines)) <= 80
     for section, rows in said.items():

@@ -20,7 +20,6 @@ import model
 import rollout
 import train
 from configs import PRESETS, UserError
-from engine import may_stop
 from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
 from log import read_metrics
@@ -211,8 +210,6 @@ def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, polic
 def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engines, env, monkeypatch):
     cfg = dataclasses.replace(engine.cfg, env=env, stop=tuple("aeiou0123456789"))
     monkeypatch.setattr(engine, "cfg", cfg)
-    if isinstance(engine, torch_engine.TorchEngine):  # engine.may_stop knows only the old stop strings
-        monkeypatch.setattr(engine, "may_stop", torch.ones_like(engine.may_stop))
     problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
     prompts = {i: p.ids for i, p in problems.items()}
     first = generate(engine, policy, prompts, n=2, key=(0, 1, 3))
@@ -227,21 +224,16 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
 
 def test_a_response_ends_after_a_stop_string_or_eos(engine, policy, prompts, monkeypatch):
     """The text includes the stop string, but not the EOS token."""
-    free, is_torch = generate(engine, policy, prompts, temperature=0), hasattr(engine, "may_stop")
+    free = generate(engine, policy, prompts, temperature=0)
     prompt_id, s = next((k[0], s) for k, s in free.items() if len(s.ids) > 8 and not s.stopped)
     stop = s.text[4:6]  # two characters, from more than one token
     cut = s.text.index(stop) + len(stop)
     with monkeypatch.context() as patch:
         patch.setattr(engine, "cfg", dataclasses.replace(engine.cfg, stop=(stop,)))
-        if is_torch:
-            table = may_stop(engine.tokenizer, engine.config.vocab_size, (stop,))
-            patch.setattr(engine, "may_stop", torch.tensor(table))
         short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
     assert short.stopped and short.text == s.text[:cut] and len(short.ids) < len(s.ids)
     token = int(s.ids[6])
     monkeypatch.setattr(engine, "eos", {token})
-    if is_torch:
-        monkeypatch.setattr(engine, "eos_tensor", torch.tensor([token]))
     short = generate(engine, policy, prompts, temperature=0)[prompt_id, 0]
     first = s.ids.tolist().index(token)
     assert short.stopped and short.ids.tolist() == s.ids.tolist()[:first + 1]

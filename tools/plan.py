@@ -28,10 +28,10 @@ from grading.rows import read_rows
 
 STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
-SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
+TORCH_BUFFERS = 0.35 * GIB  # GPU memory of the torch engine's activations, and free memory in pieces
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
 HOLES = 0.015  # unused memory between activations, as a share of the activations
@@ -50,8 +50,8 @@ PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
 START = 35.0  # seconds from the command to the first step, without loading the model
 LOAD = 1.5e9  # bytes/s at which a model's files are read
-# Host seconds of one decode step in vLLM: for the step, and for each response in it.
-DECODE_HOST = 1.1e-3, 16e-6
+# Host seconds of one decode step in an engine: for the step, and for each response in it.
+DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.3e-3, 0.0)}
 # Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
 LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
 # Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
@@ -424,15 +424,18 @@ def _update_instants(case, name, kept):
 
 
 def _engine_memory(case):
-    """Returns the memory of an engine while it samples, as a Usage. On a GPU, vLLM uses --engine_share of the
-    memory: first for weights and buffers, and the rest for the KV cache."""
+    """Returns the memory of an engine while it samples, as a Usage. On a GPU, an engine uses --engine_share
+    of the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no
+    more than --max_num_seqs responses of full length need."""
     cfg, policy = case.cfg, case.policy
-    rows = cfg.max_num_seqs if case.engine_sleeps else min(cfg.max_num_seqs, case.responses)
-    buffers = 4 * SAMPLER_COPIES * rows * policy.vocab
+    rows = cfg.max_num_seqs if case.gpu else min(cfg.max_num_seqs, case.responses)
+    buffers = 4 * configs.SAMPLER_COPIES * rows * policy.vocab
     cache = rows * cfg.engine_len * case.kv_bytes
-    if case.engine_sleeps:
-        buffers += ENGINE_BUFFERS
-        cache = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
+    if case.gpu:
+        buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
+        room = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
+        pages = 1 + rows * -(-cfg.engine_len // configs.KV_PAGE)
+        cache = room if case.engine_sleeps else min(room, pages * configs.KV_PAGE * case.kv_bytes)
     return {"engine weights": case.engine_weights, "engine buffers": buffers, "KV cache": cache}
 
 
@@ -649,7 +652,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
-    of_step, of_response = DECODE_HOST if case.engine_sleeps else (0.0, 0.0)
+    of_step, of_response = DECODE_HOST.get(cfg.engine_kind(True), DECODE_HOST["vllm"])
     # The longest response alone needs max_response_len steps.
     host = max(steps, cfg.max_response_len) * of_step + tokens * of_response
     longest = cfg.max_response_len * case.engine_weights / (BANDWIDTH * gpu.hbm)
@@ -764,6 +767,20 @@ def verdict(case: Case) -> str:
     return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
 
 
+def engine_choice(case: Case) -> str:
+    """Returns a line that says which engine samples, and why; "" without a GPU with known speeds."""
+    if not (case.gpu and case.gpu.flops):
+        return ""
+    cfg, kind, costs = case.cfg, case.cfg.engine_kind(True), []
+    for engine in ("vllm", "torch") if cfg.tp == 1 else ("vllm",):
+        planned = replace(case, cfg=replace(cfg, engine=engine))
+        rollout = seconds(planned, cfg.max_prompt_len / 8, cfg.max_response_len / 4)["rollout"]
+        needs = sum(_engine_memory(planned).values())
+        costs.append(f"{engine} {rollout:,.1f} s and {gib(needs)}")
+    why = "auto takes vllm until a GPU has measured both" if cfg.engine == "auto" else "as --engine says"
+    return f"engine: {kind} ({why}); a rollout of quarter length takes about: {', '.join(costs)}"
+
+
 # --- the plan as a table
 
 # section -> row -> cell, or section -> row -> column -> cell. A cell is a number or a word.
@@ -862,9 +879,11 @@ def main() -> None:
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
     if cfg.json:
-        print(json.dumps(plan | {"verdict": verdict(case), "config": vars(cfg)}))
+        lines = {"verdict": verdict(case), "engine": engine_choice(case)}
+        print(json.dumps(plan | lines | {"config": vars(cfg)}))
     else:
-        print(*as_text(plan), "", textwrap.fill(verdict(case), 80), sep="\n")
+        lines = [textwrap.fill(line, 80) for line in (verdict(case), engine_choice(case)) if line]
+        print(*as_text(plan), "", *lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Tests of the torch engine's slots and pages, without a GPU: attention over pages is computed by plain
+PyTorch. tests/test_z_engines.py tests both engines' contract."""
+
+import dataclasses
+
+import families
+import numpy as np
+import pytest
+import torch
+
+import dist
+import model
+from configs import PRESETS
+from engines.torch_engine import TorchEngine, uniforms
+
+KEY, VERSION = (0, 1, 0), 3
+# Prompts of 1 token, of exactly one and two pages of 8 tokens, around a page, and of more pages.
+LENGTHS = (1, 2, 7, 8, 9, 16, 17, 29)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Returns a model folder, its tokenizer, its policy, and prompt_id -> prompt."""
+    folder = families.make(tmp_path_factory.mktemp("slots"), "qwen2-untied")
+    ids = np.random.default_rng(0).integers(5, 90, (len(LENGTHS), max(LENGTHS)))
+    prompts = {i: ids[i, :n].tolist() for i, n in enumerate(LENGTHS)}
+    return folder, model.load_tokenizer(folder), model.load_policy(folder), prompts
+
+
+def make_engine(case, page=0, slots=5, look=4, **changes):
+    cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=case[0], max_prompt_len=32, max_response_len=24,
+                              max_num_seqs=slots, pack_len=64, stop=(), **changes)
+    engine = TorchEngine(case[0], case[1], cfg)
+    engine.page, engine.look = page, look
+    return engine
+
+
+def sampled(engine, case, requests, limits, temperature=1.0, top_p=1.0, cut=0):
+    """Returns k -> Sample. cut: number of samples after which `generate` is abandoned; 0: never"""
+    with engine.awake(dist.full_weights(case[2]), VERSION):
+        if cut:
+            stream = engine.generate(requests, limits, temperature, KEY, VERSION, top_p)
+            for _ in range(cut):
+                next(stream)
+            stream.close()
+        samples = list(engine.generate(requests, limits, temperature, KEY, VERSION, top_p))
+    return {(s.prompt_id, s.sample_id): s for s in samples}
+
+
+def requests_of(case, n=3):
+    requests = {(i, j): prompt for i, prompt in case[3].items() for j in range(n)}
+    limits = {(i, j): 24 - 5 * j - i for i, j in requests}
+    return requests, limits
+
+
+def naive(hf, eos, prompt, limit, k, temperature, top_p):
+    """Samples a response with transformers' model, which reads the whole text again for each token."""
+    ids, logps, draws = [], [], uniforms((*KEY, *k), limit)
+    while len(ids) < limit and not (ids and ids[-1] in eos):
+        with torch.no_grad():
+            logits = hf(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+        if temperature == 0:
+            ids.append(int(logits.argmax()))
+            logps.append(float(logits.log_softmax(-1)[ids[-1]]))
+            continue
+        probs = (logits.double() / temperature).softmax(-1).numpy()
+        order = np.argsort(-probs)
+        outside = np.cumsum(probs[order]) - probs[order] >= top_p
+        probs[order[outside]] = 0
+        probs /= probs.sum()
+        ids.append(int(np.searchsorted(np.cumsum(probs), draws[len(ids)], side="right")))
+        logps.append(float(np.log(probs[ids[-1]])))
+    return ids, logps
+
+
+@pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.8), (0, 1.0)])
+def test_tokens_and_log_probs_are_those_of_transformers(case, temperature, top_p):
+    """There are more requests than slots, and prompts of one page and more."""
+    hf, (requests, limits) = families.original(case[0]), requests_of(case)
+    rows, pages = (make_engine(case, page) for page in (0, 8))
+    for engine in (rows, pages):
+        samples = sampled(engine, case, requests, limits, temperature, top_p)
+        assert samples.keys() == requests.keys()
+        for k, s in samples.items():
+            ids, logps = naive(hf, engine.eos, requests[k], limits[k], k, temperature, top_p)
+            assert s.ids.tolist() == ids and s.stopped == (ids[-1] in engine.eos)
+            assert np.abs(s.logp - logps).max() < 1e-5
+
+
+def test_tokens_are_equal_whatever_the_pages_the_slots_and_the_looks_are(case):
+    requests, limits = requests_of(case)
+    plain = sampled(make_engine(case), case, requests, limits, 1.3)
+    text = next(s.text for s in plain.values() if len(s.text) > 12)
+    engines = [make_engine(case, page, slots, look)
+               for page, slots, look in [(0, 24, 1), (8, 24, 1), (8, 5, 3), (4, 1, 16), (256, 3, 5)]]
+    for stop in ((), (text[5:8],), ("=", "9")):
+        for engine in engines:
+            engine.cfg = dataclasses.replace(engine.cfg, stop=stop)
+        first, *others = (sampled(engine, case, requests, limits, 1.3) for engine in engines)
+        assert any(s.stopped for s in first.values()) or not stop
+        for other in others:
+            for k, s in first.items():
+                assert (other[k].ids.tolist(), other[k].stopped) == (s.ids.tolist(), s.stopped)
+
+
+def test_responses_wait_for_free_pages(case, monkeypatch):
+    """The cache has room for the pages of the longest request and little more."""
+    requests, limits = requests_of(case)
+    plain = sampled(make_engine(case, 8), case, requests, limits)
+    engine = make_engine(case, 8)
+    monkeypatch.setattr(engine, "_pages", lambda wanted: 9)
+    samples = sampled(engine, case, requests, limits)
+    assert all(samples[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
+    monkeypatch.setattr(engine, "_pages", lambda wanted: 5)
+    with pytest.raises(RuntimeError, match="no room for 46 tokens; needed: "):
+        sampled(engine, case, requests, limits)
+
+
+@pytest.mark.parametrize("page", [0, 8])
+def test_an_abandoned_call_leaves_nothing_behind(case, page):
+    requests, limits = requests_of(case)
+    plain, again = (sampled(make_engine(case, page), case, requests, limits, cut=cut) for cut in (0, 2))
+    assert all(again[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
+
+
+def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
+    engine, reads = make_engine(case, 8, slots=8), []
+    hidden = engine.policy.hidden
+    engine.policy.hidden = lambda tokens, *rest, **options: (
+        reads.append(tokens.numel()), hidden(tokens, *rest, **options))[1]
+    requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages, and 4 tokens on a fourth
+    with engine.awake(dist.full_weights(case[2]), VERSION):
+        stream = engine.generate(requests, {k: 4 if k == (0, 5) else 12 for k in requests}, 1.0, KEY, VERSION)
+        assert next(stream).key == (0, 5) and reads == [28]
+        uses = sorted(engine.slots.cache.uses)
+        assert uses[-3:] == [7, 7, 7] and sum(uses) - 3 * 7 == 7 * 2 and max(uses[:-3]) == 1
+        stream.close()
+
+
+def test_first_tokens_have_the_policys_probabilities(case):
+    """A chi-square test. Its statistic is normal with mean `df` and variance 2 df, for many tokens."""
+    requests = {(0, j): case[3][4] for j in range(4000)}
+    samples = sampled(make_engine(case, 8, slots=512), case, requests, dict.fromkeys(requests, 1), 0.8)
+    counts = np.bincount([s.ids[0] for s in samples.values()], minlength=case[2].config.vocab_size)
+    with torch.no_grad():
+        logits = families.original(case[0])(torch.tensor([case[3][4]])).logits[0, -1]
+    expected = 4000 * (logits.double() / 0.8).softmax(-1).numpy()
+    often = expected > 5
+    observed = np.append(counts[often], counts[~often].sum())
+    expected = np.append(expected[often], expected[~often].sum())
+    df = len(observed) - 1
+    assert df > 20 and ((observed - expected) ** 2 / expected).sum() < df + 4 * (2 * df) ** 0.5
