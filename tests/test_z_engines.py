@@ -159,8 +159,8 @@ def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, mon
     rows.clear()
     samples = generate(engine, policy, two, n=4, temperature=0.1)
     for t, n in enumerate(rows):
-        prefixes = {(prompt_id, *s.ids[:t + 1].tolist())
-                    for (prompt_id, _), s in samples.items() if len(s.ids) > t + 1}
+        running = {k: s for k, s in samples.items() if len(s.ids) > t}
+        prefixes = {(prompt_id, *s.ids[:t].tolist()) for (prompt_id, _), s in running.items()}
         assert len(prefixes) <= n <= 8
     assert 2 < sum(rows[:6]) / 6 < 8, rows
     check_logprobs(samples, policy, 0.1)
