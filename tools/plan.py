@@ -51,7 +51,7 @@ WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
 START = 35.0  # seconds from the command to the first step, without loading the model
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
-DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.3e-3, 0.0)}
+DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
 # Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
 LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
 # Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
