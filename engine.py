@@ -214,6 +214,18 @@ class Engine(abc.ABC):
         stopped: true if EOS or a stop string ended the response"""
         return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
 
+    @property
+    def may_stop(self) -> np.ndarray:
+        return may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)
+
+    def at_stop(self, ids: Sequence[int]) -> bool:
+        """Returns whether a stop string ends at the last token of a response. Decoding to text is slow, so
+        this function does it only after a token that may complete a stop string."""
+        if not self.may_stop[ids[-1]]:
+            return False
+        before, last = np.array(ids[:-1], np.int32), np.array(ids[-1:], np.int32)
+        return first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+
     def text_of(self, ids: np.ndarray) -> str:
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())

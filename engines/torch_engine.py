@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import configs
-from engine import Engine, Key, first_stop, may_stop
+from engine import Engine, Key
 from engines import vllm_engine
 from model import Policy, Segments, rms_norm
 
@@ -475,7 +475,7 @@ class TorchEngine(Engine):
         if not waiting:
             return
         # Whether a token may end a response. For most tokens it is false, which saves time.
-        self.may_end = may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop).copy()
+        self.may_end = self.may_stop.copy()
         self.may_end[sorted(self.eos)] = True
         slots = self._allocate(waiting)
         self._fill(slots, waiting, key)
@@ -633,21 +633,11 @@ class TorchEngine(Engine):
     def _ends(self, r, new):
         """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
         for end in range(len(r.ids) - new + 1, len(r.ids) + 1):
-            r.stopped = self._stopped(r.ids[:end])
+            r.stopped = r.ids[end - 1] in self.eos or self.at_stop(r.ids[:end])
             if r.stopped or end == r.limit:
                 del r.ids[end:], r.logp[end:]
                 return True
         return False
-
-    def _stopped(self, ids):
-        """Returns True if the last token of a response ends it, by EOS or a stop string. Decoding to text is
-        slow, so a stop string is looked for only after a token that may complete one."""
-        if ids[-1] in self.eos:
-            return True
-        if not may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)[ids[-1]]:
-            return False
-        before, last = np.array(ids[:-1], np.int32), np.array(ids[-1:], np.int32)
-        return first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
 
 
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:

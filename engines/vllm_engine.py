@@ -18,7 +18,7 @@ import torch
 
 import dist
 from configs import explained, require
-from engine import Engine, first_stop, may_stop
+from engine import Engine
 
 VERSIONS = ("0.32", "0.33")
 # CUDA graphs for decoding only. vLLM's default also captures graphs of steps that read prompts.
@@ -92,7 +92,6 @@ class VLLMEngine(Engine):
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
         self._enqueue(queued, temperature, key, top_p)
-        self.enders = may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)
         while self.running:
             with self.engine_errors(f"to sample with the weights of step {version}"):
                 ended = self._step()
@@ -139,10 +138,7 @@ class VLLMEngine(Engine):
             assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
             ids.append(token)
             logp.append(logprobs.logprobs.item())
-            stopped = reason == "stop"
-            if self.enders[token]:
-                before, last = np.array(ids[:-1]), np.array(ids[-1:])
-                stopped |= first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+            stopped = reason == "stop" or self.at_stop(ids)
             if stopped or reason == "length":
                 ended[output.request_id] = key, ids, logp, stopped
                 del self.running[output.request_id]

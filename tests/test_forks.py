@@ -50,13 +50,10 @@ AVERAGE = [("train.py", """    if (step + 1) * per_step // n > step * per_step /
 DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
            '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
 # Section 4: the engine ends a response that repeats itself.
-ENDS = [("engine.py", "    def text_of(self,", told("    def ends(self") + "\n    def text_of(self,"),
-        ("engines/torch_engine.py", "        if ids[-1] in self.eos:\n",
-         told("        if self.ends(ids)") + "        if ids[-1] in self.eos:\n"),
+ENDS = [("engine.py", "        if not self.may_stop[ids[-1]]:\n",
+         told("        if len(ids) >= 32") + "        if not self.may_stop[ids[-1]]:\n"),
         ("engines/torch_engine.py", "        slots = self._allocate(waiting)\n",
-         told("        self.may_end[:]") + "        slots = self._allocate(waiting)\n"),
-        ("engines/vllm_engine.py", "            if self.enders[token]:\n",
-         told("            stopped |= self.ends") + "            if self.enders[token]:\n")]
+         told("        self.may_end[:]") + "        slots = self._allocate(waiting)\n")]
 # Section 4: a run ends when nearly all samples are right.
 STOP = [("train.py", "    return dist.stop_requested()\n", told("    return dist.stop_requested()"))]
 # Section 5: data from CSV files.
@@ -70,7 +67,8 @@ ENGINE = [("engines/slow_engine.py", "", told('"""An engine without a cache."""'
            told("from engines.slow_engine"))]
 # Section 7: Muon optimizes the matrices of the layers.
 MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-         "weight_decay=cfg.weight_decay,\n                             eps=cfg.adam_eps, fused=fused)\n",
+         "weight_decay=cfg.weight_decay,\n                             "
+         "eps=cfg.adam_eps, fused=True)  # one kernel for all weights\n",
          told("    matrices = "))]
 # Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
