@@ -9,8 +9,8 @@
 # demo-ppo      120  the demo with PPO and vLLM
 # step-SIZE     150  six GRPO steps of 256 responses of 512 tokens; SIZE is 0.5b (default) or 1.5b
 # trl-SIZE      150  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
-# rollout        90  tokens a second of vLLM inside torz and alone; 512 responses of 512 tokens
-# train-HOW      40  seconds, MFU and memory of an update of 0.5B; HOW is what it recomputes: none, 0 or 999
+# rollout-ENGINE 90  tokens a second of vllm (default) or torch inside torz and alone; 512 responses of 512 tokens
+# train-HOW      40  seconds, MFU and memory of an update of 0.5B; HOW is how many layers it recomputes: none or 999
 # 7b-HOW         60  the same for four layers of 7B
 # resume        150  two runs of the demo on the PyTorch engine, one of them resumed; compares weights bit by bit
 #
@@ -82,7 +82,7 @@ run_part() { # PART, without a limit
             "$PYTHON" -m bench.verdict "$WORK/$1/metrics.jsonl" --steps 6
         ;;
     trl) "$PYTHON" bench/trl_side.py "$WORK/${how:-0.5b}" --steps 4 ;;
-    rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine vllm --prompts 64 --tokens 512 --rounds 2 ;;
+    rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine "${how:-vllm}" --prompts 64 --tokens 512 --rounds 2 ;;
     train) "$PYTHON" -m bench.train --size 0.5b --pack 16384 --segment 1024 --rounds 3 --recompute "${how:-none}" ;;
     7b) "$PYTHON" -m bench.train --size 7b --layers 4 --pack 16384 --segment 4096 --rounds 3 --recompute "${how:-none}" ;;
     resume) resume ;;
@@ -97,7 +97,7 @@ device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().
     echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
 results=${RESULTS:-bench/results/$device}
 mkdir -p "$results"
-[ $# -gt 0 ] || set -- step trl train-none train-0 train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-0 rollout step-1.5b trl-1.5b
+[ $# -gt 0 ] || set -- step trl train-none train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-999 rollout rollout-torch step-1.5b trl-1.5b
 failed=
 for word in "$@"; do
     part=${word%%:*}
@@ -107,7 +107,7 @@ for word in "$@"; do
     resume) limit=150; base ;;
     step | trl | step-0.5b | trl-0.5b) limit=150; model 0.5b ;;
     step-1.5b | trl-1.5b) limit=150; model 1.5b ;;
-    rollout) limit=90; model 0.5b ;;
+    rollout | rollout-vllm | rollout-torch) limit=90; model 0.5b ;;
     train | train-*) limit=40 ;;
     7b | 7b-*) limit=60 ;;
     *) echo "gpu_proof.sh: no part $part; needed: a part of the list at the top of this file" >&2; exit 2 ;;

@@ -137,14 +137,14 @@ class Phases:
                   "share_of_limit": limit / taken, "memory_gib": memory})
 
 
-def measure_models(phases: Phases, config, packs: list[Pack], recompute: int | None) -> None:
+def measure_models(phases: Phases, config, packs: list[Pack], recompute: int) -> None:
     world = phases.world
     shard_fn = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     tokens, count = sum(len(p.tokens) for p in packs), float(sum(int(p.mask.sum()) for p in packs))
     for kind, head in ((Policy, config.vocab_size), (Critic, 1)):
         model = random_model(kind, config, shard_fn, world.device)
         betas = PRESETS["orz-7b"].betas
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=betas, weight_decay=0.0, fused=True)
         size, flop = sum(p.numel() for p in model.parameters()), flops(config, packs, head)
         # A forward pass reads the weights once per pack, a backward pass twice. An update also reads and
         # writes four fp32 tensors (weights, gradients, two moments): 4 * 2 * 4 bytes per weight.
@@ -177,7 +177,7 @@ def main() -> None:
              "layers": config.num_hidden_layers, "vocab": config.vocab_size, "pack": args.pack,
              "segment": args.segment, "recompute": args.recompute}
     phases = Phases(world, facts, args.rounds)
-    recompute = None if args.recompute == "none" else int(args.recompute)
+    recompute = 0 if args.recompute == "none" else int(args.recompute)
     measure_models(phases, config, packs, recompute)
     measure_head(phases, config, packs[0])
 

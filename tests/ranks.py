@@ -125,6 +125,39 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     return first
 
 
+def one_rank_with_and_without_fsdp(path: str) -> list[dict[str, torch.Tensor]]:
+    """Returns log-probs, gradients and weights for the engine of a policy that computes in bf16 on one rank:
+    as dist.shard makes it, with 0, 1 and 2 recomputed layers, and sharded by FSDP over a mesh of one rank."""
+    world, found = dist.init("cpu", "bfloat16"), []
+    packs = [data.pack(make_samples(8, seed)) for seed in range(3)]
+    over = dist.mesh(world)
+
+    def by_fsdp(policy):
+        policy.compute_dtype = torch.bfloat16
+        precision = dist.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32,
+                                              cast_forward_inputs=False)
+        for group in (*policy.model.layers, policy):
+            dist.fully_shard(group, mesh=over, mp_policy=precision)
+            group.set_gradient_divide_factor(1.0)
+            group.set_force_sum_reduction_for_comms(True)
+        return policy
+
+    ways = [train.partial(dist.shard, over=over, dtype=torch.bfloat16, recompute=n) for n in (0, 1, 2)]
+    for way in (*ways, by_fsdp):
+        policy, result = model.load_policy(path, "cpu", way), {}
+        for i, pack in enumerate(dist.accumulate(policy, packs)):
+            logp, entropy = model.logprobs(policy, pack, 0.7)
+            (logp.sum() + 0.1 * entropy.sum()).backward()
+            result[f"logp {i}"] = logp.detach()
+        for name, p in policy.named_parameters():
+            assert p.dtype == p.grad.dtype == torch.float32
+            result[f"gradient {name}"] = dist.local(p.grad)
+        result |= {f"weight {n}": t.clone() for n, t in dist.full_weights(policy)}
+        assert result["weight model.norm.weight"].dtype == torch.bfloat16
+        found.append(result)
+    return found
+
+
 def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
     """Makes three updates twice: with moves of model and optimizer between host and device, and without.
     Returns the weights and optimizer states of both."""

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, Operations, run_ranks, wait_until
-from ranks import all_gradients, in_bf16, make_samples, meet, network, updates_with_moves, weights
+from ranks import (
+    all_gradients,
+    in_bf16,
+    make_samples,
+    meet,
+    network,
+    one_rank_with_and_without_fsdp,
+    updates_with_moves,
+    weights,
+)
 from safetensors.torch import load_file
 
 import dist
@@ -95,6 +104,17 @@ def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(tiny):
     for none, *others in run_ranks(2, all_gradients, made):
         for other in others:
             agree(none, other, tolerance=0)
+
+
+@pytest.mark.parametrize("which", ["tiny", "untied"])
+def test_one_rank_without_fsdp_computes_what_fsdp_computes(which, request):
+    """Bit by bit: log-probs, fp32 gradients summed over three packs, and the engine's bf16 weights."""
+    (found,) = run_ranks(1, one_rank_with_and_without_fsdp, request.getfixturevalue(which))
+    *ours, fsdp = found
+    for one in ours:
+        assert one.keys() == fsdp.keys()
+        for name, x in one.items():
+            assert torch.equal(x, fsdp[name]), name
 
 
 @pytest.mark.parametrize("which", ["tiny", "untied"])
