@@ -86,7 +86,7 @@ def test_stop_strings_of_any_length_and_alphabet_end_a_response(stop, tiny, base
     tokenizer = model.load_tokenizer(tiny)
     engine = TorchEngine(tiny, tokenizer, families.replace(base, stop=(stop,)))
     ids = torch.tensor([tokenizer(f"a b ü {stop[:-1]} x {stop}").input_ids])
-    stops = [engine._stopped(ids[0, :t + 1].tolist()) for t in range(ids.shape[1])]
+    stops = [engine.at_stop(ids[0, :t + 1].tolist()) for t in range(ids.shape[1])]
     naive = [stop in tokenizer.decode(ids[0, :t + 1]) for t in range(ids.shape[1])]
     assert stops == naive and sum(stops) == 1
 

@@ -80,7 +80,7 @@ ON_RANKS = {
     "a link without its file": ("--model linked", "linked/vocab.json can't be read (FileNotFoundError"),
     "a hub id without network": ("--model Org/nothing", "hf download Org/nothing"),
     "a folder without a model": ("--model nothing", "config.json"),
-    "a download that ended early": ("--model half", "half/config.json can't be read ("),
+    "a download that ended early": ("--model half", "half/config.json is damaged ("),
     "no data": ("--data", "data"),
     "prompts that are too long": ("--max_prompt_len 2", "longer than --max_prompt_len 2"),
     "too long for the model": ("--max_response_len 600 --pack_len 4096", "has 512 positions, and a prompt w"),
@@ -151,7 +151,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
         with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):
             run_command(function, name)
-    for out, words in (None, "config.json can't be read ("), (run, f"can't write {run} ("):
+    for out, words in (None, "config.json is damaged ("), (run, f"can't write {run} ("):
         with pytest.raises(UserError, match=re.escape(words)):
             report.report_on((run,), out)
         (run / "config.json").unlink(missing_ok=True)

@@ -38,7 +38,7 @@ ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
     algo="ppo", template="orz", prompts_per_step=128, samples_per_prompt=64, policy_updates=1,
     critic_updates=12, policy_lr=1e-6, critic_lr=5e-6, warmup_updates=50, lr_decay="constant",
     betas=(0.9, 0.95), weight_decay=0.0, grad_clip=1.0, max_prompt_len=2048, max_response_len=8000,
-    model_len=8192, pack_len=16384, temperature=1.0, stop=("User:", "Human:", "Assistant:", "</answer>"),
+    model_len=8192, pack_len=0, temperature=1.0, stop=("User:", "Human:", "Assistant:", "</answer>"),
     gamma=1.0, lam=1.0, clip_low=0.2, clip_high=0.2, value_clip=0.2, kl_coef=0.0, kl_estimator="k3",
     entropy_coef=0.0, epochs=20, save_every=50, eval_every=10, engine_share=0.7, tp=1, mask_truncated=False,
     ref_refresh=True, resample_rounds=0, overlong_buffer=0, mismatch="token-truncate", passes_per_step=1,
@@ -50,10 +50,10 @@ GRPO = ORZ | dict(algo="grpo", critic_updates=1, engine_share=0.75, advantage="g
                   aggregation="token")
 OWN_KL = dict(kl_coef=1e-3, ref_refresh=False)  # our own KL weight, from no source
 TABLE = {"orz-7b": ORZ,
-    "orz-0.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo.py
-    "orz-0.5b-1gpu": ORZ | dict(pack_len=8000 + 2048, engine_share=0.75),  # orz_0p5b_ppo_1gpu.py
-    "orz-1.5b": ORZ | dict(pack_len=8000 + 2048, engine_share=0.7),  # orz_1p5b_ppo.py
-    "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384, pack_len=18432,
+    "orz-0.5b": ORZ | dict(engine_share=0.75),  # orz_0p5b_ppo.py
+    "orz-0.5b-1gpu": ORZ | dict(engine_share=0.75),  # orz_0p5b_ppo_1gpu.py
+    "orz-1.5b": ORZ | dict(engine_share=0.7),  # orz_1p5b_ppo.py
+    "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384,
                           eval_response_len=32768),  # tp is from orz_32b_ppo.py; the lengths are a guess
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
     "gsm8k-0.5b-1gpu": {},  # no source: our own
@@ -62,7 +62,7 @@ TABLE = {"orz-7b": ORZ,
     "dapo-7b": GRPO | dict(
         template="chat", extractor=("dapo",), stop=(), prompts_per_step=512, samples_per_prompt=16,
         policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096, max_response_len=20480,
-        model_len=22528, pack_len=22528, warmup_updates=20 * 16, reward=("math=2",), betas=(0.9, 0.999),
+        model_len=22528, warmup_updates=20 * 16, reward=("math=2",), betas=(0.9, 0.999),
         weight_decay=0.1, eval_samples=(32,), eval_temperature=(1.0,), eval_top_p=0.7),
     "dr-grpo-7b": GRPO | dict(advantage="group_mean", aggregation="max_len"),  # 2503.20783 section 3.2
     "rloo-7b": GRPO | dict(advantage="leave_one_out"),  # 2402.14740 section 3
@@ -86,7 +86,7 @@ TABLE = {"orz-7b": ORZ,
         "You first think about the reasoning process as an internal monologue and then provide the user with "
         "the answer. Respond in the following format: <think>\n...\n</think>\n<answer>\n...\n</answer>",
         prompts_per_step=7 * 16 * 4 // 16, samples_per_prompt=16, aggregation="response", max_prompt_len=512,
-        max_response_len=1024, model_len=1536, pack_len=10048, policy_lr=2e-5, lr_decay="cosine",
+        max_response_len=1024, model_len=1536, policy_lr=2e-5, lr_decay="cosine",
         warmup_updates=0.1, betas=(0.9, 0.999)),
     # 2411.15124 table 21; Open-Instruct's docs/tulu3.md (GPUs × local_mini_batch_size, episodes) and
     # ppo_vllm_thread_ray_gtrl.py (torch's AdamW, KL estimator)
@@ -161,7 +161,8 @@ def analogue(name, base, folder):
         "def digits(response, answer, kind):\n"
         "    return 0.0 if int(answer) % 3 else sum(c.isdigit() for c in response) / max(len(response), 1)\n")
     return dataclasses.replace(
-        preset, **{k: getattr(base, k) for k in sizes}, steps=2, eval_every=0, warmup_updates=0,
+        preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, warmup_updates=0,
+        steps=2 + (preset.lr_decay != "constant"),  # the third step is the first after a smaller rate
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
         kl_coef=5000 * preset.kl_coef, reward=(f"{folder}/some.py:digits={weight}",))
