@@ -63,8 +63,8 @@ gsm8k: .venv/.demo
 	.venv/bin/python train.py gsm8k-0.5b-1gpu $(if $(MODEL),--model $(MODEL)) \
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
-# Two processes at once take half the time on two cores. All tests that start vLLM are in one of them.
-WITH_VLLM := $(patsubst %,tests/test_%.py,families log mistakes recipes train trajectories turns z_engines)
+# Two processes at once take half the time on two cores. One of them has all tests that start vLLM, and others.
+WITH_VLLM := $(patsubst %,tests/test_%.py,families files log mistakes ranks recipes train trajectories turns z_engines)
 
 test: .venv/.test
 	.venv/bin/ruff check .
