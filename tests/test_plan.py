@@ -215,14 +215,14 @@ MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_is_up_to_8_percent_above_the_drivers_peak(name):
+def test_the_plan_is_up_to_9_percent_above_the_drivers_peak(name):
     """The driver is the stub CUDA driver of bench/nullgpu. It counts memory and computes nothing."""
     rows = [row for row in MEASURED if row["case"] == name]
     assert {row["flag"] for row in rows} == {"auto", "layers"}
     for row in rows:
         c = case_of(name, row["flag"])
         phase = row["phase"]
-        assert 1 <= planned(c)[phase] / row["driver_gib"] <= 1.08 and not row["out_of_memory"], row
+        assert 1 <= planned(c)[phase] / row["driver_gib"] <= 1.09 and not row["out_of_memory"], row
         assert row["layers"] == (c.kept[phase].recompute if phase in c.kept else "")
         if name.startswith("7B on 32") and row["flag"] == "auto" and phase == "policy":
             assert row["n_a_token"] <= 5.8

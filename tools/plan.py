@@ -370,7 +370,8 @@ def _allocator_loss(case, shape, root, logits, kept):
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
     return {"gather buffers": gathered if case.shards > 1 else 0,
-            "fragments": 4 * shape.layer + 4 * root / case.shards + logits + HOLES * kept}
+            "fragments": 4 * shape.layer + 4 * root / case.shards + HOLES * kept
+                         + (logits / 2 if case.shards == 1 else logits)}
 
 
 def _update_instants(case, name, kept):

@@ -6,7 +6,7 @@ bench/nullgpu/trainer.py explains NULLGPU. --only WORDS runs the cases with one 
 The other cases keep their rows in bench/results/nullgpu-memory.md.
 
 The exit status is 1
-- if the plan is below the driver's peak, or over 8 % above it;
+- if the plan is below the driver's peak, or over 9 % above it;
 - if memory ran out;
 - if --recompute auto leaves less than 8 % of the device free.
 """
@@ -39,7 +39,7 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
-ABOVE = 1.08  # largest accepted ratio of the plan to the driver's peak
+ABOVE = 1.09  # largest accepted ratio of the plan to the driver's peak
 
 LEGEND = """\
 Peak memory of one rank, without the engine and NCCL: planned by tools/plan.py, and counted by a stub CUDA
