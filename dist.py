@@ -145,7 +145,8 @@ def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) ->
     timer = threading.Timer(WAIT, tell)
     timer.daemon = True
     timer.start()
-    store = td.TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    # Port 0 is any free port. With multi_tenant, a forked process would use its parent's server there.
+    store = td.TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=port > 0)
     store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -318,6 +319,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
         if moves:
             model.zero_grad()  # an exception may have left gradients on the device
             to_host(model, optimizer)
+        if torch.device(device).type == "cuda":  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 
 

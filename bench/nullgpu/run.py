@@ -15,7 +15,7 @@ phase and NAME.
     plan_gib       peak planned by tools/plan.py
     waits          how often the host waited for the device
 
-The exit status is 1 if a run fails, or if `held_gib` is 0.3 or more above `expected_gib`.
+The exit status is 1 if a run fails, or if `held_gib` is 1.3 or more above `expected_gib`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ from tools import plan
 
 GIB = 2**30
 PRESETS = {"ppo": "orz-0.5b-1gpu", "grpo": "orz-7b-grpo"}
-TOLERANCE = 0.3  # GiB allowed above expected_gib, for cuBLAS workspaces, packs and metrics
+# GiB allowed above expected_gib: cuBLAS workspaces, packs, metrics, and free pieces between the tensors of a
+# state that stays on the device
+TOLERANCE = 1.3
 FLAGS = """--template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 256 --max_model_len 0 --policy_updates 1 --eval_every 0 --save_every 1 --keep 1
     --no-selfcheck --go --engine vllm""".split()
@@ -61,7 +63,9 @@ class Phases:
     def __init__(self, cfg: configs.Config, phase: Callable) -> None:
         self.cfg, self.phase = cfg, phase
         self.own = float(os.environ.get("NULLGPU_OWN_GIB", "0.55"))
-        self.awake = cfg.engine_share * nullgpu.counters()["capacity_gib"]
+        case = case_of(cfg)
+        self.state = 0.0 if case.offloads else case.state / GIB  # on the device between the phases
+        self.awake = cfg.engine_share * nullgpu.counters()["capacity_gib"] + self.state
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -72,7 +76,7 @@ class Phases:
 
     def tell(self, name: str) -> None:
         seen = nullgpu.counters()
-        asleep = self.own + plan.SLEEPING_ENGINE / GIB
+        asleep = self.own + plan.SLEEPING_ENGINE / GIB + self.state
         awake = name in ("rollout", "eval", "before eval", "before rollout")
         memory = {"held": seen["used_gib"], "expected": self.awake if awake else asleep,
                   "peak": seen["peak_gib"], "plan": planned(self.cfg).get(name, 0.0)}
@@ -86,10 +90,14 @@ class Phases:
         nullgpu.reset()
 
 
-def planned(cfg: configs.Config) -> dict[str, float]:
+def case_of(cfg: configs.Config) -> plan.Case:
     gpu = plan.gpu_of(torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1])
+    return plan.Case(cfg, 1, model_shapes(cfg), gpu)
+
+
+def planned(cfg: configs.Config) -> dict[str, float]:
     totals = {}
-    for name, usage in plan.memory(plan.Case(cfg, 1, model_shapes(cfg), gpu)):
+    for name, usage in plan.memory(case_of(cfg)):
         totals[name] = max(totals.get(name, 0.0), round(usage["total"] / GIB, 2))
     return totals
 
