@@ -107,8 +107,10 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if not td.is_initialized():
         # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
+        alone = size == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = None if alone else fresh_store(rank, size, port, timeout)  # None: torch makes a store
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
-                              world_size=size, store=fresh_store(rank, size, port, timeout))
+                              world_size=size, store=store)
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
 
