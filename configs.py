@@ -37,10 +37,22 @@ T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 # The files of the program. Other files in ROOT are the user's, such as a reward function.
-CODE = sorted(file for pattern in [
-    "engines/*.py", "grading/*.py", "guard/*.py", "tools/*.py", *(f"{name}.py" for name in (
-        "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()))]
-              for file in Path(ROOT).glob(pattern))
+CODE = sorted(
+    file
+    for pattern in [
+        "engines/*.py",
+        "grading/*.py",
+        "guard/*.py",
+        "tools/*.py",
+        *(
+            f"{name}.py"
+            for name in (
+                "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
+            )
+        ),
+    ]
+    for file in Path(ROOT).glob(pattern)
+)
 # Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
@@ -75,7 +87,7 @@ def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
 
 def shorten(text: str, most: int = 66) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[:most // 2 - 1]} … {text[2 - most // 2:]}"
+    return text if len(text) <= most else f"{text[: most // 2 - 1]} … {text[2 - most // 2 :]}"
 
 
 def show(text: str) -> None:
@@ -122,7 +134,9 @@ class Range(NamedTuple):
     above: bool = False
 
     def has(self, x: float) -> bool:
-        return math.isfinite(x) and self.low <= x <= self.high and not (self.above and x == self.low)
+        return (
+            math.isfinite(x) and self.low <= x <= self.high and not (self.above and x == self.low)
+        )
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
@@ -138,10 +152,23 @@ NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
 Beta = Annotated[float, Range(0, 0.9999)]  # AdamW does not accept 1
-Advantage = Literal["group_mean_std", "group_mean", "group_mean_whiten", "group_mean_batch_std",
-                    "leave_one_out", "return_whiten"]
-Mismatch = Literal["none", "token-truncate", "token-mask", "sequence-truncate", "sequence-mask",
-                   "geometric-truncate", "geometric-mask"]
+Advantage = Literal[
+    "group_mean_std",
+    "group_mean",
+    "group_mean_whiten",
+    "group_mean_batch_std",
+    "leave_one_out",
+    "return_whiten",
+]
+Mismatch = Literal[
+    "none",
+    "token-truncate",
+    "token-mask",
+    "sequence-truncate",
+    "sequence-mask",
+    "geometric-truncate",
+    "geometric-mask",
+]
 Tracker = Literal["wandb"]
 LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
@@ -150,6 +177,7 @@ LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by 
 class Config:
     """All settings of a run."""
 
+    # fmt: off
     # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
     data: tuple[str, ...] = ()  # training problems: .json, .jsonl, .parquet, or OWNER/NAME:FILE of the Hub
@@ -261,78 +289,147 @@ class Config:
     stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
+    # fmt: on
 
     def __post_init__(self) -> None:
         """Raises UserError for a value out of its range and for values that can't work together."""
         for name, allowed in ranges().items():
             value = getattr(self, name)
             for x in value if isinstance(value, tuple) else (value,):
-                require(x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}")
-        require(r"\x00" not in repr(vars(self)), "a flag has a NUL character", "texts and paths without it")
+                require(
+                    x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}"
+                )
+        require(
+            r"\x00" not in repr(vars(self)),
+            "a flag has a NUL character",
+            "texts and paths without it",
+        )
         self._check_batch()
         self._check_method()
-        require(not {"", r"\n"} & {*self.stop}, r"--stop has an empty text, or a backslash and an n",
-                r"texts that a response may end with; in bash, $'\n' is a line break")
-        require(bool(self.reward) and bool(self.extractor), "--reward or --extractor has no value",
-                "at least one value for each")
-        require(not self.system_prompt or self.template == "chat", "--system_prompt has no effect with "
-                f"--template {self.template}", "--template chat")
-        require(not self.start_from or self.resume in ("auto", "never"),
-                f"--start_from and --resume {self.resume} can't be used together",
-                "only one of them: --resume continues the same run, --start_from begins another")
-        require(not (self.start_from and self.critic_model), "--start_from has a critic, and --critic_model "
-                "names another", "only one of them")
-        require(self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
-                f"--recompute is {self.recompute}", "auto, none, layers, or a number of layers")
+        require(
+            not {"", r"\n"} & {*self.stop},
+            r"--stop has an empty text, or a backslash and an n",
+            r"texts that a response may end with; in bash, $'\n' is a line break",
+        )
+        require(
+            bool(self.reward) and bool(self.extractor),
+            "--reward or --extractor has no value",
+            "at least one value for each",
+        )
+        require(
+            not self.system_prompt or self.template == "chat",
+            f"--system_prompt has no effect with --template {self.template}",
+            "--template chat",
+        )
+        require(
+            not self.start_from or self.resume in ("auto", "never"),
+            f"--start_from and --resume {self.resume} can't be used together",
+            "only one of them: --resume continues the same run, --start_from begins another",
+        )
+        require(
+            not (self.start_from and self.critic_model),
+            "--start_from has a critic, and --critic_model names another",
+            "only one of them",
+        )
+        require(
+            self.recompute in ("auto", "none", "layers") or self.recompute.isdecimal(),
+            f"--recompute is {self.recompute}",
+            "auto, none, layers, or a number of layers",
+        )
         for name in ("eval_samples", "eval_temperature"):
             given, files = len(getattr(self, name)), len(self.eval_data)
-            require(given in (1, files), f"--{name} has {given} values for {files} files",
-                    "1 value, or one for each file")
+            require(
+                given in (1, files),
+                f"--{name} has {given} values for {files} files",
+                "1 value, or one for each file",
+            )
 
     def _check_batch(self):
-        require(self.max_response_len < self.model_len, f"--max_model_len {self.max_model_len} is too small "
-                f"for a prompt and --max_response_len {self.max_response_len}",
-                "--max_model_len 0, or a smaller --max_response_len")
-        require(self.pack_len == 0 or self.pack_len >= self.model_len, f"--pack_len {self.pack_len} is "
-                "smaller than a prompt plus its response "
-                f" ({self.max_prompt_len} + {self.max_response_len} tokens)",
-                f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len")
+        require(
+            self.max_response_len < self.model_len,
+            f"--max_model_len {self.max_model_len} is too small "
+            f"for a prompt and --max_response_len {self.max_response_len}",
+            "--max_model_len 0, or a smaller --max_response_len",
+        )
+        require(
+            self.pack_len == 0 or self.pack_len >= self.model_len,
+            f"--pack_len {self.pack_len} is "
+            "smaller than a prompt plus its response "
+            f" ({self.max_prompt_len} + {self.max_response_len} tokens)",
+            f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len",
+        )
         least, most = sorted((self.policy_updates, self.critic_updates))
-        require(self.algo == "grpo" or most % least == 0, f"--policy_updates {self.policy_updates} and "
-                f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
-                f"a multiple of {least} instead of {most}")
+        require(
+            self.algo == "grpo" or most % least == 0,
+            f"--policy_updates {self.policy_updates} and "
+            f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
+            f"a multiple of {least} instead of {most}",
+        )
         unit = "prompts" if self.whole_prompts else "samples"
         most = self.prompts_per_step if self.whole_prompts else self.samples_per_step
-        require(self.minibatches <= most, f"{self.minibatches} updates a step, but only {most} {unit}",
-                f"fewer --critic_updates or --policy_updates, or more {unit}")
-        require(self.overlong_buffer < self.max_response_len, f"--overlong_buffer {self.overlong_buffer} is "
-                "not shorter than a response", f"less than --max_response_len {self.max_response_len}")
-        require(not self.carry or self.round_len > 0, f"--carry {self.carry} without --round_len",
-                f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens")
-        require(not (self.carry and self.resample_rounds), f"--carry {self.carry} and --resample_rounds "
-                f"{self.resample_rounds} can't be used together", "only one of them")
+        require(
+            self.minibatches <= most,
+            f"{self.minibatches} updates a step, but only {most} {unit}",
+            f"fewer --critic_updates or --policy_updates, or more {unit}",
+        )
+        require(
+            self.overlong_buffer < self.max_response_len,
+            f"--overlong_buffer {self.overlong_buffer} is not shorter than a response",
+            f"less than --max_response_len {self.max_response_len}",
+        )
+        require(
+            not self.carry or self.round_len > 0,
+            f"--carry {self.carry} without --round_len",
+            f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
+        )
+        require(
+            not (self.carry and self.resample_rounds),
+            f"--carry {self.carry} and --resample_rounds "
+            f"{self.resample_rounds} can't be used together",
+            "only one of them",
+        )
         # With --carry, a round must be shorter than the longest response, or it would finish all responses.
         longest = self.max_response_len - (1 if self.carry else 0)
-        require(self.round_len <= longest, f"--round_len {self.round_len} with --carry {self.carry} is too "
-                f"large: a response has at most {self.max_response_len} tokens",
-                f"at most --round_len {longest}")
+        require(
+            self.round_len <= longest,
+            f"--round_len {self.round_len} with --carry {self.carry} is too "
+            f"large: a response has at most {self.max_response_len} tokens",
+            f"at most --round_len {longest}",
+        )
 
     def _check_method(self):
         if self.compares_samples:
-            require(self.samples_per_prompt > 1, f"--samples_per_prompt is 1, and --advantage "
-                    f"{self.advantage} compares the samples of one prompt",
-                    "--samples_per_prompt 2 or more, --advantage return_whiten, or --algo ppo")
-            require(self.kl_in == "loss", f"--kl_in reward needs per-token rewards, which --advantage "
-                    f"{self.advantage} lacks", "--kl_in loss, or --advantage return_whiten")
+            require(
+                self.samples_per_prompt > 1,
+                f"--samples_per_prompt is 1, and --advantage "
+                f"{self.advantage} compares the samples of one prompt",
+                "--samples_per_prompt 2 or more, --advantage return_whiten, or --algo ppo",
+            )
+            require(
+                self.kl_in == "loss",
+                f"--kl_in reward needs per-token rewards, which --advantage {self.advantage} lacks",
+                "--kl_in loss, or --advantage return_whiten",
+            )
         for name in ("resample_rounds", "drop_uniform"):
-            require(not getattr(self, name) or self.compares_samples, f"--{name} is for runs that "
-                    "compare the samples of a prompt, and this run does not compare them",
-                    f"no --{name}, or --algo grpo with another --advantage than return_whiten")
-        require(not self.carry or self.mismatch != "none", f"--carry {self.carry} with --mismatch none: "
-                "nothing corrects for tokens that older weights sampled", "--mismatch token-truncate")
+            require(
+                not getattr(self, name) or self.compares_samples,
+                f"--{name} is for runs that "
+                "compare the samples of a prompt, and this run does not compare them",
+                f"no --{name}, or --algo grpo with another --advantage than return_whiten",
+            )
+        require(
+            not self.carry or self.mismatch != "none",
+            f"--carry {self.carry} with --mismatch none: "
+            "nothing corrects for tokens that older weights sampled",
+            "--mismatch token-truncate",
+        )
         low, high = self.mismatch_bounds
-        require(low <= 1 <= high, f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal "
-                "probabilities in trainer and engine", "LOW up to 1, and HIGH from 1")
+        require(
+            low <= 1 <= high,
+            f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal "
+            "probabilities in trainer and engine",
+            "LOW up to 1, and HIGH from 1",
+        )
 
     @property
     def has_ref(self) -> bool:
@@ -342,7 +439,9 @@ class Config:
     @property
     def keeps_ref(self) -> bool:
         """Whether checkpoints hold the reference's weights."""
-        return self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
+        return (
+            self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
+        )
 
     @property
     def compares_samples(self) -> bool:
@@ -378,7 +477,11 @@ class Config:
     @property
     def minibatches(self) -> int:
         """Number of minibatches that a step's samples are divided into."""
-        return max(self.policy_updates, self.critic_updates) if self.algo == "ppo" else self.policy_updates
+        return (
+            max(self.policy_updates, self.critic_updates)
+            if self.algo == "ppo"
+            else self.policy_updates
+        )
 
     def engine_kind(self, on_gpu: bool) -> str:
         if self.engine != "auto":
@@ -388,8 +491,12 @@ class Config:
     def check_length(self) -> None:
         """Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given."""
         given = [name for name in LENGTHS if getattr(self, name)]
-        require(len(given) == 1, f"the length of the run is given {len(given)} times "
-                f"({', '.join(given) or 'not at all'})", "one of --steps, --epochs, --total_episodes")
+        require(
+            len(given) == 1,
+            f"the length of the run is given {len(given)} times "
+            f"({', '.join(given) or 'not at all'})",
+            "one of --steps, --epochs, --total_episodes",
+        )
 
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`.
@@ -401,8 +508,12 @@ class Config:
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
         steps = self.steps or -(-episodes // self.samples_per_step)
-        require(self.freeze_policy_steps < steps, f"--freeze_policy_steps {self.freeze_policy_steps}: none "
-                f"of the {steps} steps trains the policy", "a smaller number, or a longer run")
+        require(
+            self.freeze_policy_steps < steps,
+            f"--freeze_policy_steps {self.freeze_policy_steps}: none "
+            f"of the {steps} steps trains the policy",
+            "a smaller number, or a longer run",
+        )
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 
     def lr(self, name: Literal["policy", "critic"], step: int, update: int) -> float:
@@ -412,7 +523,9 @@ class Config:
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
         done, total = (step - first) * per_step + update, (self.steps - first) * per_step
-        warmup = self.warmup_updates if self.warmup_updates >= 1 else round(self.warmup_updates * total)
+        warmup = (
+            self.warmup_updates if self.warmup_updates >= 1 else round(self.warmup_updates * total)
+        )
         if done < warmup:
             return base * (done + 1) / warmup
         if self.lr_decay == "constant":
@@ -434,8 +547,13 @@ class Config:
 def ranges() -> dict[str, Range]:
     """Returns a dict: field of Config -> its allowed range."""
     hints = get_type_hints(Config, include_extras=True)
-    return {name: found for name, hint in hints.items() for part in (hint, *get_args(hint))
-            for found in get_args(part) if isinstance(found, Range)}
+    return {
+        name: found
+        for name, hint in hints.items()
+        for part in (hint, *get_args(hint))
+        for found in get_args(part)
+        if isinstance(found, Range)
+    }
 
 
 # Open-R1's system prompt (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
@@ -443,21 +561,44 @@ OPEN_R1_SYSTEM = (
     "You are a helpful AI Assistant that provides well-reasoned and detailed "
     "responses. You first think about the reasoning process as an internal "
     "monologue and then provide the user with the answer. Respond in the following "
-    "format: <think>\n...\n</think>\n<answer>\n...\n</answer>")
+    "format: <think>\n...\n</think>\n<answer>\n...\n</answer>"
+)
 # Qwen2.5-Math's system prompt.
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
-ORZ = Config(model="Qwen/Qwen2.5-7B", epochs=20, max_model_len=8192, ref_refresh=True,
-             eval_samples=(16,), shard_ranks="auto",
-             data=("Open-Reasoner-Zero/orz_math_57k_collection:orz_math_57k_collection.json",))
+ORZ = Config(
+    model="Qwen/Qwen2.5-7B",
+    epochs=20,
+    max_model_len=8192,
+    ref_refresh=True,
+    eval_samples=(16,),
+    shard_ranks="auto",
+    data=("Open-Reasoner-Zero/orz_math_57k_collection:orz_math_57k_collection.json",),
+)
 ORZ_SMALL = replace(ORZ, model="Qwen/Qwen2.5-0.5B", engine_share=0.75)
 GRPO = replace(ORZ, algo="grpo", engine_share=0.75, critic_updates=1)
 TINY = Config(
-    model="runs/tiny-base-0", data=("runs/tiny-base-0/train.jsonl",),
-    eval_data=("runs/tiny-base-0/heldout.jsonl",), template="plain", stop=("</answer>",), steps=24,
-    eval_every=12, save_every=12, prompts_per_step=32, samples_per_prompt=8, max_prompt_len=16,
-    max_response_len=48, pack_len=4096, critic_updates=2,
-    policy_lr=3e-4, critic_lr=5e-4, warmup_updates=2, lr_decay="linear", betas=(0.9, 0.99),
-    recompute="none", max_num_seqs=256)
+    model="runs/tiny-base-0",
+    data=("runs/tiny-base-0/train.jsonl",),
+    eval_data=("runs/tiny-base-0/heldout.jsonl",),
+    template="plain",
+    stop=("</answer>",),
+    steps=24,
+    eval_every=12,
+    save_every=12,
+    prompts_per_step=32,
+    samples_per_prompt=8,
+    max_prompt_len=16,
+    max_response_len=48,
+    pack_len=4096,
+    critic_updates=2,
+    policy_lr=3e-4,
+    critic_lr=5e-4,
+    warmup_updates=2,
+    lr_decay="linear",
+    betas=(0.9, 0.99),
+    recompute="none",
+    max_num_seqs=256,
+)
 
 # docs/algorithms.md lists the departures from the papers.
 PRESETS = {
@@ -466,69 +607,174 @@ PRESETS = {
     "tiny-grpo": replace(TINY, algo="grpo", critic_updates=1),
     # Not from a paper: GSM8K on one 24-GB GPU, in one evening.
     "gsm8k-0.5b-1gpu": replace(
-        GRPO, model="Qwen/Qwen2.5-0.5B-Instruct", data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
-        eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",), template="chat",
-        system_prompt=STEP_BY_STEP, extractor=("boxed",), stop=(), epochs=0, steps=234, prompts_per_step=64,
-        samples_per_prompt=8, max_prompt_len=512, max_response_len=1024, max_model_len=0, ref_refresh=False,
-        warmup_updates=10, eval_samples=(1,), eval_temperature=(0.0,), eval_every=25),
+        GRPO,
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        data=("openai/gsm8k:main/train-00000-of-00001.parquet",),
+        eval_data=("openai/gsm8k:main/test-00000-of-00001.parquet",),
+        template="chat",
+        system_prompt=STEP_BY_STEP,
+        extractor=("boxed",),
+        stop=(),
+        epochs=0,
+        steps=234,
+        prompts_per_step=64,
+        samples_per_prompt=8,
+        max_prompt_len=512,
+        max_response_len=1024,
+        max_model_len=0,
+        ref_refresh=False,
+        warmup_updates=10,
+        eval_samples=(1,),
+        eval_temperature=(0.0,),
+        eval_every=25,
+    ),
     # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The values of engine_share are from
     # playground/ in its repository.
     "orz-0.5b": ORZ_SMALL,
     "orz-0.5b-1gpu": ORZ_SMALL,
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
     "orz-7b": ORZ,
-    "orz-32b": replace(ORZ, model="Qwen/Qwen2.5-32B", tp=4, max_response_len=16384, max_model_len=0,
-                       eval_response_len=32768),
+    "orz-32b": replace(
+        ORZ,
+        model="Qwen/Qwen2.5-32B",
+        tp=4,
+        max_response_len=16384,
+        max_model_len=0,
+        eval_response_len=32768,
+    ),
     # The GRPO of Open-Reasoner-Zero's code.
     "orz-7b-grpo": replace(GRPO, advantage="group_mean_whiten"),
     # DAPO, arXiv 2503.14476, eq. 8 to 13 and section 4.1, for a 32B model. Weight decay and betas are verl's,
     # because the paper states none.
     "dapo-7b": replace(
-        GRPO, data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",), template="chat",
-        extractor=("dapo",), reward=("math=2",), stop=(), prompts_per_step=512,
-        samples_per_prompt=16, policy_updates=16, clip_high=0.28, resample_rounds=4, overlong_buffer=4096,
-        max_response_len=20480, max_model_len=0, warmup_updates=320, betas=(0.9, 0.999),
-        weight_decay=0.1, eval_samples=(32,), eval_top_p=0.7),
+        GRPO,
+        data=("BytedTsinghua-SIA/DAPO-Math-17k:data/dapo-math-17k.parquet",),
+        template="chat",
+        extractor=("dapo",),
+        reward=("math=2",),
+        stop=(),
+        prompts_per_step=512,
+        samples_per_prompt=16,
+        policy_updates=16,
+        clip_high=0.28,
+        resample_rounds=4,
+        overlong_buffer=4096,
+        max_response_len=20480,
+        max_model_len=0,
+        warmup_updates=320,
+        betas=(0.9, 0.999),
+        weight_decay=0.1,
+        eval_samples=(32,),
+        eval_top_p=0.7,
+    ),
     # Dr. GRPO, arXiv 2503.20783: no division by length or standard deviation.
     "dr-grpo-7b": replace(GRPO, advantage="group_mean", aggregation="max_len"),
     # RLOO, arXiv 2402.14740.
     "rloo-7b": replace(GRPO, advantage="leave_one_out"),
     # REINFORCE++, arXiv 2501.03262, and its variant with a group baseline. kl_coef is our own choice.
-    "reinforce++-7b": replace(GRPO, advantage="return_whiten", samples_per_prompt=1, prompts_per_step=1024,
-                              kl_coef=1e-3, kl_in="reward", kl_estimator="k1", ref_refresh=False),
-    "reinforce++-baseline-7b": replace(GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2",
-                                       ref_refresh=False),
+    "reinforce++-7b": replace(
+        GRPO,
+        advantage="return_whiten",
+        samples_per_prompt=1,
+        prompts_per_step=1024,
+        kl_coef=1e-3,
+        kl_in="reward",
+        kl_estimator="k1",
+        ref_refresh=False,
+    ),
+    "reinforce++-baseline-7b": replace(
+        GRPO, advantage="group_mean_whiten", kl_coef=1e-3, kl_estimator="k2", ref_refresh=False
+    ),
     # GSPO, arXiv 2507.18071, eq. 5 to 7 and section 5.1.
-    "gspo-7b": replace(GRPO, ratio="sequence", aggregation="response", clip_low=3e-4, clip_high=4e-4,
-                       policy_updates=4),
+    "gspo-7b": replace(
+        GRPO,
+        ratio="sequence",
+        aggregation="response",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        policy_updates=4,
+    ),
     # CISPO of MiniMax-M1, arXiv 2506.13585, eq. 4, sections 3.1 and 3.2. clip_high is ScaleRL's.
-    "cispo-7b": replace(GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0,
-                        adam_eps=1e-15),
+    "cispo-7b": replace(
+        GRPO, ratio="clipped", policy_updates=16, clip_low=1.0, clip_high=4.0, adam_eps=1e-15
+    ),
     # ScaleRL, arXiv 2510.13786, section 4 and appendix A.3. A step has 8 updates with 48 prompts each. The
     # paper calls this PPO-off-policy-8 (section 3.1).
     "scale-rl-7b": replace(
-        GRPO, advantage="group_mean_batch_std", ratio="clipped", aggregation="prompt", drop_uniform=True,
-        clip_low=1.0, clip_high=4.0, prompts_per_step=384, samples_per_prompt=16, policy_updates=8,
-        max_response_len=14336, max_model_len=0, policy_lr=5e-7, warmup_updates=100, skip_solved=0.9,
-        weight_decay=0.01, adam_eps=1e-15),
+        GRPO,
+        advantage="group_mean_batch_std",
+        ratio="clipped",
+        aggregation="prompt",
+        drop_uniform=True,
+        clip_low=1.0,
+        clip_high=4.0,
+        prompts_per_step=384,
+        samples_per_prompt=16,
+        policy_updates=8,
+        max_response_len=14336,
+        max_model_len=0,
+        policy_lr=5e-7,
+        warmup_updates=100,
+        skip_solved=0.9,
+        weight_decay=0.01,
+        adam_eps=1e-15,
+    ),
     # Open-R1's config_demo.yaml. Its step has 7 GPUs × a batch of 16 × 4 accumulation steps = 448 responses.
     # This preset has the same number: 28 prompts × 16 samples.
     "open-r1-1.5b-grpo": replace(
-        GRPO, model="Qwen/Qwen2.5-1.5B-Instruct", data=(), template="chat", system_prompt=OPEN_R1_SYSTEM,
-        extractor=("answer_tag",), stop=(),
-        reward=("math", "format", "tags"), prompts_per_step=28, samples_per_prompt=16, aggregation="response",
-        max_prompt_len=512, max_response_len=1024, max_model_len=0, policy_lr=2e-5,
-        lr_decay="cosine", warmup_updates=0.1, betas=(0.9, 0.999), epochs=1, eval_samples=(4,)),
+        GRPO,
+        model="Qwen/Qwen2.5-1.5B-Instruct",
+        data=(),
+        template="chat",
+        system_prompt=OPEN_R1_SYSTEM,
+        extractor=("answer_tag",),
+        stop=(),
+        reward=("math", "format", "tags"),
+        prompts_per_step=28,
+        samples_per_prompt=16,
+        aggregation="response",
+        max_prompt_len=512,
+        max_response_len=1024,
+        max_model_len=0,
+        policy_lr=2e-5,
+        lr_decay="cosine",
+        warmup_updates=0.1,
+        betas=(0.9, 0.999),
+        epochs=1,
+        eval_samples=(4,),
+    ),
     # Tülu 3's RLVR with PPO, arXiv 2411.15124, table 21. total_episodes is from Open-Instruct's
     # docs/tulu3.md. Weight decay and betas are torch's defaults, as in Open-Instruct's code.
     "rlvr-8b": replace(
-        ORZ, model="allenai/Llama-3.1-Tulu-3-8B-DPO", data=(), template="chat",
-        extractor=("boxed", "gsm8k=last_number"), reward=("math=10",), stop=(),
-        nonstop_penalty=10.0, kl_coef=0.05, kl_in="reward", kl_estimator="k1", ref_refresh=False, lam=0.95,
-        prompts_per_step=224, samples_per_prompt=1, critic_updates=1, passes_per_step=4,
-        max_response_len=2048, max_model_len=0, policy_lr=3e-7, critic_lr=3e-7, lr_decay="linear",
-        warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0, total_episodes=10_000_000,
-        eval_samples=(1,)),
+        ORZ,
+        model="allenai/Llama-3.1-Tulu-3-8B-DPO",
+        data=(),
+        template="chat",
+        extractor=("boxed", "gsm8k=last_number"),
+        reward=("math=10",),
+        stop=(),
+        nonstop_penalty=10.0,
+        kl_coef=0.05,
+        kl_in="reward",
+        kl_estimator="k1",
+        ref_refresh=False,
+        lam=0.95,
+        prompts_per_step=224,
+        samples_per_prompt=1,
+        critic_updates=1,
+        passes_per_step=4,
+        max_response_len=2048,
+        max_model_len=0,
+        policy_lr=3e-7,
+        critic_lr=3e-7,
+        lr_decay="linear",
+        warmup_updates=0,
+        betas=(0.9, 0.999),
+        weight_decay=0.01,
+        epochs=0,
+        total_episodes=10_000_000,
+        eval_samples=(1,),
+    ),
 }
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
@@ -540,18 +786,22 @@ NODE = 8  # ranks on a usual machine; train.py starts up to this many without to
 # because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
-KV_PAGE = 256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
+KV_PAGE = (
+    256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
+)
 
 # Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
 # ckpt.resume accepts another path, but refuses other content, such as other problems, another model config
 # or another tokenizer (guard.start.read_facts).
-MAY_CHANGE = set("""
+MAY_CHANGE = set(
+    """
     out resume model data template system_prompt steps epochs total_episodes eval_data eval_every
     eval_samples eval_temperature save_every keep keep_best grace stall_limit
     max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
     device shard_ranks network deterministic recompute offload pack_len selfcheck go
     save_samples save_logps track ref_model reward env
-""".split())
+""".split()
+)
 
 
 def changed(old: dict, new: dict) -> list[str]:
@@ -591,8 +841,8 @@ FOREIGN = {
     "passes_per_step": "ppo_epochs max_epochs num_epochs num_iterations",
     "epochs": "num_episodes total_epochs num_train_epochs",
     "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
-                            "micro_batch_size micro_train_batch_size micro_rollout_batch_size "
-                            "per_device_train_batch_size gradient_accumulation_steps",
+    "micro_batch_size micro_train_batch_size micro_rollout_batch_size "
+    "per_device_train_batch_size gradient_accumulation_steps",
     "max_response_len": "generate_max_len max_completion_length",
     "policy_lr (or --critic_lr)": "actor_learning_rate critic_learning_rate learning_rate lr",
     "clip_low and --clip_high": "eps_clip clip_ratio epsilon epsilon_high",
@@ -634,15 +884,31 @@ def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str,
     given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
     for field, word in given.items():
         # A section's name before the flag, as in another library's --train.micro_batch_size, is ignored.
-        ours = next((f": --{k} does that" for k, words in FOREIGN.items()
-                     if field.split(".")[-1] in words.split()), "")
-        require(f"--{field}" in flags, f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
-                f"a flag that {prog} --help lists")
+        ours = next(
+            (
+                f": --{k} does that"
+                for k, words in FOREIGN.items()
+                if field.split(".")[-1] in words.split()
+            ),
+            "",
+        )
+        require(
+            f"--{field}" in flags,
+            f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
+            f"a flag that {prog} --help lists",
+        )
         default = getattr(kind, field, 0)
         many = isinstance(default, tuple) and words.count(f"--{field}") > 1
-        require(not many, f"--{field} is given twice", f"all values after one --{field}, separated by spaces")
-        require(not word.isalnum() or not isinstance(default, bool),
-                f"--{field} takes no value, and {word!r} follows it", f"--{field} or --no_{field}")
+        require(
+            not many,
+            f"--{field} is given twice",
+            f"all values after one --{field}, separated by spaces",
+        )
+        require(
+            not word.isalnum() or not isinstance(default, bool),
+            f"--{field} takes no value, and {word!r} follows it",
+            f"--{field} or --no_{field}",
+        )
     return given
 
 
@@ -650,13 +916,18 @@ def layout_of(given: Mapping[str, str], default: str) -> str:
     """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides: True
     means "debug", False means "any". Without flag and variable, returns `default`. Raises UserError if
     DEBUG_MODE has another value."""
-    debug, of_debug = os.environ.get("DEBUG_MODE", ""), {"": default, "False": "any", "True": "debug"}
+    debug, of_debug = (
+        os.environ.get("DEBUG_MODE", ""),
+        {"": default, "False": "any", "True": "debug"},
+    )
     require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
     name = given.get("layout", of_debug[debug])
     return name if name in LAYOUTS else "any"  # `parse` refuses an unknown name
 
 
-def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config) -> Config:
+def parse(
+    argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[Config] = Config
+) -> Config:
     """Returns the config of the command line `PRESET [--flag value …]`. Raises UserError if the command line
     is wrong.
 
@@ -668,7 +939,9 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     import tyro  # imported here, so that `import configs` is quick
 
     # In --out=~/x, bash does not replace the ~ by the home folder.
-    argv = [word.replace("=~/", f"={Path.home()}/") for word in (sys.argv[1:] if argv is None else argv)]
+    argv = [
+        word.replace("=~/", f"={Path.home()}/") for word in (sys.argv[1:] if argv is None else argv)
+    ]
     ranks, name = os.environ.get("WORLD_SIZE"), ""
     typed = bool(argv) and not argv[0].startswith("-")
     if typed:
@@ -676,9 +949,13 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     elif ranks or {"-h", "--help"} & set(argv):
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
-    require(name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags", usage)
+    require(
+        name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags", usage
+    )
     given = known_flags(argv, prog, kind)
-    layout = layout_of(given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any"))
+    layout = layout_of(
+        given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any")
+    )
     if not typed and os.environ.get("RANK") == "0":
         print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
     base = {"out": f"runs/{name}", "ranks": LAYOUTS[layout], "layout": layout}
@@ -693,15 +970,24 @@ def parse(argv: Sequence[str] | None = None, prog: str = "train.py", kind: type[
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), tyro_errors(f"{prog} {name}"):
-            cfg = tyro.cli(kind, default=kind(**vars(PRESETS[name]) | base), args=argv,
-                           prog=f"{prog} {name}", use_underscores=True)
+            cfg = tyro.cli(
+                kind,
+                default=kind(**vars(PRESETS[name]) | base),
+                args=argv,
+                prog=f"{prog} {name}",
+                use_underscores=True,
+            )
     except SystemExit:  # --help
-        print(textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(said.getvalue()), sep="\n\n")
+        print(
+            textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(said.getvalue()), sep="\n\n"
+        )
         raise
     cfg.check_length()
     for fields, has_effect, needed in EFFECTS:
         idle = [field for field in given if field in fields.split()]
-        require(not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed)
+        require(
+            not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed
+        )
     # For train.py, an empty --out means runs/PRESET. tools.evaluate chooses its folder itself.
     return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
 
@@ -720,7 +1006,8 @@ def tyro_errors(command: str) -> Iterator[None]:
         text = re.split("[-─]{9,}", re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue()))[1]
         found, _, needed = " ".join(text.split()).strip(".").partition(". Expected ")
         raise UserError(
-            f"{found}; needed: {needed or 'another command line'}, as in {command} --help") from None
+            f"{found}; needed: {needed or 'another command line'}, as in {command} --help"
+        ) from None
 
 
 def run_command(function: Callable, prog: str) -> Any:
@@ -730,8 +1017,11 @@ def run_command(function: Callable, prog: str) -> Any:
 
     with user_errors(prog):
         with tyro_errors(prog):  # hides stderr, so `function` must run later
-            call = tyro.cli(functools.wraps(function)(
-                lambda *args, **flags: functools.partial(function, *args, **flags)))
+            call = tyro.cli(
+                functools.wraps(function)(
+                    lambda *args, **flags: functools.partial(function, *args, **flags)
+                )
+            )
         return call()
 
 
@@ -747,8 +1037,11 @@ def check_paths(cfg: Config) -> None:
     """Raises UserError if a package of --track, --model or a data file does not exist. Skips names on the
     Hugging Face Hub. On several machines, checks no model and no data. Later checks cover both cases."""
     for name in cfg.track:
-        require(importlib.util.find_spec(name) is not None, f"--track {name}, but {name} is not installed",
-                f"pip install {name}")
+        require(
+            importlib.util.find_spec(name) is not None,
+            f"--track {name}, but {name} is not installed",
+            f"pip install {name}",
+        )
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if not from_hub(cfg.model):
@@ -776,12 +1069,17 @@ def set_allocator() -> None:
 def check_model(path: str) -> None:
     """Raises UserError if `path` is a file, a run's folder, or a folder without config.json inside a run's
     folder."""
-    require(not Path(path).is_file(), f"{path} is a file",
-            "a model's folder; data files follow --data, or the models of tools.evaluate")
+    require(
+        not Path(path).is_file(),
+        f"{path} is a file",
+        "a model's folder; data files follow --data, or the models of tools.evaluate",
+    )
     run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
-    require(not run or run != Path(path) and Path(path, "config.json").is_file(),
-            f"{path} is a folder of a run, not of a model",
-            f"{run}/export/policy, or first: python ckpt.py export {run} last OUT")
+    require(
+        not run or run != Path(path) and Path(path, "config.json").is_file(),
+        f"{path} is a folder of a run, not of a model",
+        f"{run}/export/policy, or first: python ckpt.py export {run} last OUT",
+    )
 
 
 def from_hub(name: str) -> bool:
@@ -793,8 +1091,11 @@ def from_hub(name: str) -> bool:
 def model_folder(path: str) -> Path:
     """Returns Path(path). Raises UserError if it is not a model's folder."""
     check_model(path)
-    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}",
-            _build(path) or "--model with a Hugging Face model folder or an id of the Hub")
+    require(
+        path != "" and Path(path).is_dir(),
+        f"no model folder {path!r}",
+        _build(path) or "--model with a Hugging Face model folder or an id of the Hub",
+    )
     return Path(path)
 
 
@@ -804,8 +1105,12 @@ def data_file(path: str) -> Path:
     file = Path(path)
     inside = [f for kind in DATA_FILES for f in sorted(file.rglob(f"*{kind}"))]
     require(not inside, f"{path} is a folder", inside and f"its files, such as {inside[0]}")
-    require(file.is_file() and path.endswith(DATA_FILES), f"no data file {path}", _build(path)
-            or "a .json, .jsonl, .parquet or .arrow file (for CSV: docs/forking.md), or OWNER/NAME:FILE")
+    require(
+        file.is_file() and path.endswith(DATA_FILES),
+        f"no data file {path}",
+        _build(path)
+        or "a .json, .jsonl, .parquet or .arrow file (for CSV: docs/forking.md), or OWNER/NAME:FILE",
+    )
     return file
 
 
@@ -823,11 +1128,21 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
 # `parse` refuses flags without effect. A row has three columns: flags; whether these flags have an effect in
 # the config c; what the error message asks for.
 EFFECTS = (
-    ("critic_model critic_updates critic_lr value_clip freeze_policy_steps",
-     lambda c: c.algo == "ppo", "--algo ppo"),
-    ("gamma lam", lambda c: c.algo == "ppo" or c.advantage == "return_whiten",
-     "--algo ppo, or --advantage return_whiten"),
-    ("advantage ratio aggregation resample_rounds drop_uniform", lambda c: c.algo == "grpo", "--algo grpo"),
+    (
+        "critic_model critic_updates critic_lr value_clip freeze_policy_steps",
+        lambda c: c.algo == "ppo",
+        "--algo ppo",
+    ),
+    (
+        "gamma lam",
+        lambda c: c.algo == "ppo" or c.advantage == "return_whiten",
+        "--algo ppo, or --advantage return_whiten",
+    ),
+    (
+        "advantage ratio aggregation resample_rounds drop_uniform",
+        lambda c: c.algo == "grpo",
+        "--algo grpo",
+    ),
     ("kl_in ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
     ("kl_estimator", lambda c: c.has_ref, "--kl_coef above 0, or --ref_model"),
     ("mismatch_bounds", lambda c: c.mismatch != "none", "another --mismatch than none"),
@@ -835,11 +1150,17 @@ EFFECTS = (
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
     ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
-    ("eval_samples", lambda c: any(c.eval_temperature) or max(c.eval_samples) == 1,
-     "--eval_temperature above 0: otherwise all samples are equal"),
+    (
+        "eval_samples",
+        lambda c: any(c.eval_temperature) or max(c.eval_samples) == 1,
+        "--eval_temperature above 0: otherwise all samples are equal",
+    ),
     ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
-    ("clip_low clip_high", lambda c: c.updates_per_step > 1,
-     "--policy_updates 2 or --passes_per_step 2: with one update the ratio is 1"),
+    (
+        "clip_low clip_high",
+        lambda c: c.updates_per_step > 1,
+        "--policy_updates 2 or --passes_per_step 2: with one update the ratio is 1",
+    ),
 )
 
 
@@ -877,8 +1198,11 @@ def if_there(work: Callable[[Path], T], path: Path) -> T | None:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         except OSError as e:
-            require(time.monotonic() < end, f"{path} can't be read ({e.strerror})",
-                    "permission to read it, and a disk that works")
+            require(
+                time.monotonic() < end,
+                f"{path} can't be read ({e.strerror})",
+                "permission to read it, and a disk that works",
+            )
         time.sleep(0.1)
 
 
@@ -906,7 +1230,11 @@ def misfit(value: Any, shape: Any, name: str = "it") -> str:
         parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(value)]
     elif isinstance(shape, dict):
         rest = shape.get(str, object)
-        parts = [(key, value.get(key), shape.get(key, rest)) for key in {**shape, **value} if key is not str]
+        parts = [
+            (key, value.get(key), shape.get(key, rest))
+            for key in {**shape, **value}
+            if key is not str
+        ]
     return next(filter(None, (misfit(part, of_part, key) for key, part, of_part in parts)), "")
 
 

@@ -46,7 +46,8 @@ TEMPLATES = {
         "<answer> answer here </answer>. User: You must put your answer inside "
         "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
         "answer will be extracted automatically by the \\boxed{} tag.\n"
-        "This is the problem:\n{problem}\nAssistant: <think>"),
+        "This is the problem:\n{problem}\nAssistant: <think>"
+    ),
     "plain": "{problem}<think>",
 }
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
@@ -80,11 +81,15 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: int  # index in the step's batch; while sampling with --carry: index among the run's prompts
+    prompt_id: (
+        int  # index in the step's batch; while sampling with --carry: index among the run's prompts
+    )
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
-    logp: np.ndarray  # (L,) float32 log-probs from the engine, after temperature; 0 at environment tokens
+    logp: (
+        np.ndarray
+    )  # (L,) float32 log-probs from the engine, after temperature; 0 at environment tokens
     stopped: bool  # by EOS or a stop string, not by the length limit
     text: str
     version: int  # the step whose weights sampled the last tokens
@@ -93,14 +98,22 @@ class Sample:
     answer: str | None = None  # extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
     weight: float = 1.0  # of the --reward term `grader`
-    parts: dict[str, float] = field(default_factory=dict)  # other --reward terms: name -> weighted value
+    parts: dict[str, float] = field(
+        default_factory=dict
+    )  # other --reward terms: name -> weighted value
     failed: tuple[str, ...] = ()  # names of the graders that raised an exception
     in_loss: bool = True
-    sampled: np.ndarray | None = None  # (L,) bool, false at the environment's tokens; None: all true
-    versions: np.ndarray | None = None  # (L,) int32: the weights that sampled each token; None: `version`
+    sampled: np.ndarray | None = (
+        None  # (L,) bool, false at the environment's tokens; None: all true
+    )
+    versions: np.ndarray | None = (
+        None  # (L,) int32: the weights that sampled each token; None: `version`
+    )
     turns: int = 1  # number of the policy's turns
     turn_start: int = 0  # index in `ids` of the last turn's start
-    earlier: tuple[str, ...] = ()  # texts before the last turn: policy's, environment's, policy's, …
+    earlier: tuple[
+        str, ...
+    ] = ()  # texts before the last turn: policy's, environment's, policy's, …
     env_reward: float | None = None  # replaces the grader's reward, if given
     advantage: float = 0.0  # GRPO's advantage
     prompt_share: float = 0.0  # loss weight of each token, for --aggregation prompt
@@ -127,12 +140,16 @@ class Sample:
     def segments(self) -> list[str]:
         """Returns the parts of `text`: the policy's first turn, the environment's text, the policy's next
         turn, …"""
-        return [*self.earlier, self.text[len("".join(self.earlier)):]]
+        return [*self.earlier, self.text[len("".join(self.earlier)) :]]
 
     @property
     def token_versions(self) -> np.ndarray:
         """Returns (L,) int32: for each response token, the step whose weights sampled it."""
-        return np.full(len(self.ids), self.version, np.int32) if self.versions is None else self.versions
+        return (
+            np.full(len(self.ids), self.version, np.int32)
+            if self.versions is None
+            else self.versions
+        )
 
     @property
     def right(self) -> bool:
@@ -183,23 +200,35 @@ class Pack:
     def to(self, device: torch.device | str) -> Pack:
         """Returns the pack on another device. The host does not wait for copies to a GPU."""
         on_gpu = torch.device(device).type == "cuda"
-        moved = {name: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True)
-                 for name, x in vars(self).items() if isinstance(x, Tensor)}
+        moved = {
+            name: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor)
+        }
         return replace(self, **moved)
 
 
 # --- problems
 
 
-def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = show,
-                  longest: int = 0, keep_fields: bool = False) -> list[Problem]:
+def load_problems(
+    paths: Sequence[str],
+    tokenizer: Any,
+    cfg: Config,
+    say: Say = show,
+    longest: int = 0,
+    keep_fields: bool = False,
+) -> list[Problem]:
     """Returns all problems of the files, without repeated rows and too long prompts. Raises UserError if no
     problem is left, or if a row can't be read.
 
     longest: maximum tokens of prompt plus response; 0: cfg.model_len
     keep_fields: whether to set Problem.fields"""
-    require(len(paths) > 0, "no data files given",
-            "--data FILE [FILE …]; the README tells which data a preset is made for")
+    require(
+        len(paths) > 0,
+        "no data files given",
+        "--data FILE [FILE …]; the README tells which data a preset is made for",
+    )
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
     special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
@@ -222,20 +251,35 @@ def load_problems(paths: Sequence[str], tokenizer: Any, cfg: Config, say: Say = 
             if ids is None or len(ids) > limit:
                 too_long.append(number)
                 continue
-            problems.append(Problem(row.text, tuple(ids), row.answer, row.kind, row.dataset, path, number,
-                                    len(problems), row.fields))
+            problems.append(
+                Problem(
+                    row.text,
+                    tuple(ids),
+                    row.answer,
+                    row.kind,
+                    row.dataset,
+                    path,
+                    number,
+                    len(problems),
+                    row.fields,
+                )
+            )
     flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
-    require(len(problems) > 0, f"every prompt of {', '.join(paths)} is longer than --{flag} "
-            f"{getattr(cfg, flag)} tokens, or leaves no room for a response",
-            f"a larger --{flag}, or another --template than {cfg.template}")
+    require(
+        len(problems) > 0,
+        f"every prompt of {', '.join(paths)} is longer than --{flag} "
+        f"{getattr(cfg, flag)} tokens, or leaves no room for a response",
+        f"a larger --{flag}, or another --template than {cfg.template}",
+    )
     dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
     dropped += f"; dropped {len(too_long)} prompts over {limit} tokens" if too_long else ""
     say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
     return problems
 
 
-def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "",
-                   limit: float = math.inf) -> Callable[[Turns], list[int] | None]:
+def prompt_encoder(
+    template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
+) -> Callable[[Turns], list[int] | None]:
     """Returns a function that turns a conversation into the tokens of a prompt. The last turn of the
     conversation is the problem. Only the template "chat" can show earlier turns.
 
@@ -245,29 +289,42 @@ def prompt_encoder(template: str, tokenizer: Any, system_prompt: str = "",
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
     form = prompt_form(template)
-    require(bool(form or tokenizer.chat_template), "this tokenizer has no chat template",
-            "--template orz or plain")
+    require(
+        bool(form or tokenizer.chat_template),
+        "this tokenizer has no chat template",
+        "--template orz or plain",
+    )
     most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
-    with suppress(ValueError):  # only the main thread can set the handler; without it, no time limit
+    with suppress(
+        ValueError
+    ):  # only the main thread can set the handler; without it, no time limit
         signal.signal(signal.SIGPROF, _stop_template)
 
     def encode(turns: Turns) -> list[int]:
         if form:
             earlier = [role for role, content in turns[:-1] if content.strip()]
-            require(not earlier, f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
-                                 f"which --template {template} can't show", "--template chat")
+            require(
+                not earlier,
+                f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
+                f"which --template {template} can't show",
+                "--template chat",
+            )
             text = form.replace("{problem}", turns[-1][1])
         else:
             text = _fill_chat_template(tokenizer, turns, system_prompt)
         if len(text) > most:
             return None
         ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
-        require(ids[:2] != [tokenizer.bos_token_id] * 2,
-                f"its prompt begins with {tokenizer.bos_token!r} twice",
-                "a template without it, because the tokenizer adds it")
-        require(ids[-1] != tokenizer.eos_token_id,
-                f"its prompt ends in the end token {tokenizer.eos_token!r}",
-                "a template that does not end in it, and a tokenizer without add_eos_token")
+        require(
+            ids[:2] != [tokenizer.bos_token_id] * 2,
+            f"its prompt begins with {tokenizer.bos_token!r} twice",
+            "a template without it, because the tokenizer adds it",
+        )
+        require(
+            ids[-1] != tokenizer.eos_token_id,
+            f"its prompt ends in the end token {tokenizer.eos_token!r}",
+            "a template that does not end in it, and a tokenizer without add_eos_token",
+        )
         return ids
 
     return encode
@@ -280,8 +337,11 @@ def prompt_form(template: str) -> str:
         return ""
     if template in TEMPLATES:
         return TEMPLATES[template]
-    require(os.path.isfile(template), f"no template {template!r}",
-            "--template orz, plain, chat or a text file with {problem}")
+    require(
+        os.path.isfile(template),
+        f"no template {template!r}",
+        "--template orz, plain, chat or a text file with {problem}",
+    )
     with explained(f"{template} can't be read", "a UTF-8 text with {problem}"):
         form = Path(template).read_text(encoding="utf-8-sig")
     require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
@@ -298,7 +358,9 @@ def _limits():
     """Context manager that limits the CPU time and the memory of a chat template, which is code from the
     model's folder."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    if signal.getsignal(signal.SIGPROF) is _stop_template:  # without the handler, SIGPROF ends the process
+    if (
+        signal.getsignal(signal.SIGPROF) is _stop_template
+    ):  # without the handler, SIGPROF ends the process
         signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -328,15 +390,21 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    with _limits(), explained("the chat template refuses the row's turns",
-                              "other roles, or another --template"):
+    with (
+        _limits(),
+        explained(
+            "the chat template refuses the row's turns", "other roles, or another --template"
+        ),
+    ):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:
         # Assistant turns are not checked, because a template may remove their text in <think> tags.
-        require(role == "assistant" or "".join(content.split()) in shown,
-                f"the chat template doesn't show the {role} turn",
-                "a chat template that does, or another --template")
+        require(
+            role == "assistant" or "".join(content.split()) in shown,
+            f"the chat template doesn't show the {role} turn",
+            "a chat template that does, or another --template",
+        )
     return text
 
 
@@ -351,8 +419,9 @@ def fix_date(tokenizer: Any, day: str) -> str:
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
     texts = "".join(f"|replace('%{c}','{date.strftime('%' + c)}')" for c in DIRECTIVES)
-    tokenizer.chat_template = ("{% macro strftime_now(format) %}{{ format" + texts
-                               + " }}{% endmacro %}{{ '' }}" + own)
+    tokenizer.chat_template = (
+        "{% macro strftime_now(format) %}{{ format" + texts + " }}{% endmacro %}{{ '' }}" + own
+    )
     return day
 
 
@@ -370,12 +439,20 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
             return own
         first = _as_jinja({"role": "system", "content": system_prompt})
         # {{ '' }} keeps a line break at the start of `own`, which Jinja would drop after a block's end.
-        return ("{% if messages[0]['role'] != 'system' %}{% set messages = [" + first
-                + "] + messages %}{% endif %}{{ '' }}" + own)
-    start = "".join(tokenizer.convert_ids_to_tokens(tokenizer("").input_ids))  # BOS if the tokenizer adds it
-    found = ("{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
-             "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
-             "{{ " + _as_jinja(start + form) + ".replace('{problem}', messages[0]['content']) }}")
+        return (
+            "{% if messages[0]['role'] != 'system' %}{% set messages = ["
+            + first
+            + "] + messages %}{% endif %}{{ '' }}"
+            + own
+        )
+    start = "".join(
+        tokenizer.convert_ids_to_tokens(tokenizer("").input_ids)
+    )  # BOS if the tokenizer adds it
+    found = (
+        "{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
+        "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
+        "{{ " + _as_jinja(start + form) + ".replace('{problem}', messages[0]['content']) }}"
+    )
     example = [{"role": "user", "content": "1 + 1"}]
     ids = tokenizer.apply_chat_template(example, chat_template=found, return_dict=False)
     return found if ids == tokenizer(form.replace("{problem}", "1 + 1")).input_ids else ""
@@ -386,25 +463,33 @@ def _as_jinja(value):
 
 
 def fingerprint(problems: Sequence[Problem]) -> str:
-    every = [short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.dataset)}{p.fields}".encode())
-             for p in problems]
+    every = [
+        short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.dataset)}{p.fields}".encode())
+        for p in problems
+    ]
     return short_hash("".join(every).encode())
 
 
 # --- the prompts of a step
 
-Solved = dict[int, int]  # with --skip_solved: Problem.index -> the first step that skips the problem
+Solved = dict[
+    int, int
+]  # with --skip_solved: Problem.index -> the first step that skips the problem
 NONE: Solved = {}
 
 
-def batch_at(problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE) -> list[Problem]:
+def batch_at(
+    problems: Sequence[Problem], step: int, cfg: Config, solved: Solved = NONE
+) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
     Random problems replace solved problems."""
     numbers, n = numbers_at(step, cfg), len(problems)
     shuffled = {epoch: _order(n, cfg.seed, epoch) for epoch in {i // n for i in numbers}}
     others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
-    return [others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
-            for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)]
+    return [
+        others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
+        for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)
+    ]
 
 
 def numbers_at(step: int, cfg: Config) -> range:
@@ -420,8 +505,9 @@ def step_of(number: int, cfg: Config) -> int:
     return max(0, (number - cfg.extra_prompts) // cfg.prompts_per_step)
 
 
-def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: Config,
-                      solved: Solved = NONE) -> list[Problem]:
+def replacement_batch(
+    problems: Sequence[Problem], step: int, round: int, cfg: Config, solved: Solved = NONE
+) -> list[Problem]:
     """Returns cfg.prompts_per_step random problems. They depend only on (seed, step, round) and `solved`.
 
     Round 0 replaces solved problems. Rounds 1, 2, … replace prompts whose responses all have the same
@@ -435,7 +521,9 @@ def replacement_batch(problems: Sequence[Problem], step: int, round: int, cfg: C
 def _order(n, seed, epoch):
     """Returns the indices of `n` problems in the random order of an epoch."""
     rng = np.random.default_rng([seed, ORDER, epoch])
-    rng.permutation(n)  # unused; without this draw, runs would have another order than in earlier versions
+    rng.permutation(
+        n
+    )  # unused; without this draw, runs would have another order than in earlier versions
     return rng.permutation(n)
 
 
@@ -444,19 +532,37 @@ def _order(n, seed, epoch):
 
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` with the tokens of `segment` appended. The caller must set `text`."""
+
     def joined(field: str) -> np.ndarray:
         return np.concatenate([getattr(before, field), getattr(segment, field)])
 
-    return replace(before, ids=joined("ids"), logp=joined("logp"), sampled=joined("is_sampled"),
-                   versions=joined("token_versions"), version=segment.version, stopped=segment.stopped)
+    return replace(
+        before,
+        ids=joined("ids"),
+        logp=joined("logp"),
+        sampled=joined("is_sampled"),
+        versions=joined("token_versions"),
+        version=segment.version,
+        stopped=segment.stopped,
+    )
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
-    reply = replace(s, ids=np.array(ids, np.int32), logp=np.zeros(len(ids), np.float32),
-                    sampled=np.zeros(len(ids), bool), versions=None)
+    reply = replace(
+        s,
+        ids=np.array(ids, np.int32),
+        logp=np.zeros(len(ids), np.float32),
+        sampled=np.zeros(len(ids), bool),
+        versions=None,
+    )
     both = extended(s, reply)
-    return replace(both, text=s.text + text, turns=s.turns + 1, turn_start=len(both.ids),
-                   earlier=(*s.segments, text))
+    return replace(
+        both,
+        text=s.text + text,
+        turns=s.turns + 1,
+        turn_start=len(both.ids),
+        earlier=(*s.segments, text),
+    )
 
 
 # --- packs
@@ -467,8 +573,9 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(group) for _, group in itertools.groupby(samples, lambda s: s.prompt_id)]
 
 
-def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config,
-           step: int) -> Layout:
+def assign(
+    lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config, step: int
+) -> Layout:
     """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
     same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and all minibatches
     have equally many.
@@ -483,8 +590,13 @@ def assign(lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: in
         minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
     else:
         order = rng.permutation(len(lengths))
-        minibatches = [np.sort(order[chosen]) for chosen in partition(lengths[order], cfg.minibatches)]
-    return [_packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len) for samples in minibatches]
+        minibatches = [
+            np.sort(order[chosen]) for chosen in partition(lengths[order], cfg.minibatches)
+        ]
+    return [
+        _packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len)
+        for samples in minibatches
+    ]
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
@@ -525,8 +637,9 @@ def _neighbours(indices, lengths, prompts, limit):
     return lists
 
 
-def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
-              cost: np.ndarray | None = None) -> list[list[int]] | None:
+def partition(
+    lengths: np.ndarray, bins: int, cap: float = math.inf, cost: np.ndarray | None = None
+) -> list[list[int]] | None:
     """Divide items into `bins` lists of nearly equal cost. Returns lists of item indices, or None if an item
     fits in no list.
 
@@ -550,8 +663,17 @@ def partition(lengths: np.ndarray, bins: int, cap: float = math.inf,
 
 # FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: one
 # token, outside the loss.
-FILLER = Sample(0, 0, (0,), np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False, text="", version=0,
-                in_loss=False)
+FILLER = Sample(
+    0,
+    0,
+    (0,),
+    np.zeros(0, np.int32),
+    np.zeros(0, np.float32),
+    stopped=False,
+    text="",
+    version=0,
+    in_loss=False,
+)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
@@ -574,13 +696,17 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
     sampled = of_tokens([s.is_sampled for s in samples])
     mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
-    fresh = mask if step is None else mask & (of_tokens([s.token_versions for s in samples]) == step)
+    fresh = (
+        mask if step is None else mask & (of_tokens([s.token_versions for s in samples]) == step)
+    )
     # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
     advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled
     prompt_share = np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths)
     rewards = np.zeros(ends[-1], np.float32)
     rewards[ends - 1] = [s.score for s in samples]
-    unique, inverse = unique_prefixes(segments)  # a prompt that several samples share is computed once
+    unique, inverse = unique_prefixes(
+        segments
+    )  # a prompt that several samples share is computed once
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,
@@ -595,8 +721,11 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
         unique=unique,
         inverse=inverse,
     )
-    return Pack(longest=int(lengths.max()), responses=sum(s.in_loss for s in samples),
-                **{name: torch.from_numpy(array) for name, array in arrays.items()})
+    return Pack(
+        longest=int(lengths.max()),
+        responses=sum(s.in_loss for s in samples),
+        **{name: torch.from_numpy(array) for name, array in arrays.items()},
+    )
 
 
 LEAST_SHARED = 0.04  # share of a pack's tokens
@@ -621,7 +750,7 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     order = sorted(range(len(segments)), key=lambda i: segments[i])
     for i, j in itertools.pairwise(order):
         common = len(os.path.commonprefix([segments[i], segments[j]]))
-        computed[starts[j]:starts[j] + common] = computed[starts[i]:starts[i] + common]
+        computed[starts[j] : starts[j] + common] = computed[starts[i] : starts[i] + common]
     is_unique = computed == np.arange(starts[-1])
     # Attention copies shared prefixes in front of each segment. If few tokens are shared, that takes longer
     # than to compute them.

@@ -40,7 +40,9 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
 WAIT = 10.0  # seconds after which a rank says for which ranks it waits
 Device = torch.device | str
-Layout = list[list[list[list[int]]]]  # [minibatch][rank][pack]: indices among the samples of all ranks
+Layout = list[
+    list[list[list[int]]]
+]  # [minibatch][rank][pack]: indices among the samples of all ranks
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
 
 
@@ -68,8 +70,18 @@ def launch(ranks: int) -> int | str:
     signals = ",".join(number.name for number in (signal.SIGTERM, signal.SIGINT, *not_ignored()))
     # --local-addr, because a host may be unable to resolve its own name
     try:
-        run.run(run.parse_args(["--standalone", "--local-addr=127.0.0.1", f"--signals-to-handle={signals}",
-                                "--monitor-interval=1", f"--nproc-per-node={ranks}", *sys.argv]))
+        run.run(
+            run.parse_args(
+                [
+                    "--standalone",
+                    "--local-addr=127.0.0.1",
+                    f"--signals-to-handle={signals}",
+                    "--monitor-interval=1",
+                    f"--nproc-per-node={ranks}",
+                    *sys.argv,
+                ]
+            )
+        )
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval
     except errors.ChildFailedError as e:
@@ -79,8 +91,10 @@ def launch(ranks: int) -> int | str:
         by = f"status {failure.exitcode}"
         if failure.exitcode < 0:
             by = f"{failure.signal_name()} (the cause may be a lack of host memory)"
-        return (f"train.py: rank {rank} ended with {by}; "
-                "needed: the same command, which resumes if there is a checkpoint")
+        return (
+            f"train.py: rank {rank} ended with {by}; "
+            "needed: the same command, which resumes if there is a checkpoint"
+        )
     return 0
 
 
@@ -88,29 +102,43 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     """Join the ranks that torchrun started; without torchrun, this process is the only rank. With CUDA,
     raises UserError if a machine has more ranks than GPUs."""
     if "RANK" not in os.environ:
-        os.environ |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
-                           MASTER_PORT="0")  # port 0 is any free port
+        os.environ |= dict(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+        )  # port 0 is any free port
     names = "RANK WORLD_SIZE LOCAL_RANK MASTER_PORT MASTER_ADDR".split()
     for name in names:
         value = os.environ.get(name, "")
-        require(value.isdecimal() or value and name == "MASTER_ADDR", f"RANK is set, but {name} is {value!r}",
-                "unset RANK, or torchrun")
+        require(
+            value.isdecimal() or value and name == "MASTER_ADDR",
+            f"RANK is set, but {name} is {value!r}",
+            "unset RANK, or torchrun",
+        )
     rank, size, local_rank, port = (int(os.environ[name]) for name in names[:4])
     require(rank < size, f"RANK is {rank}, and WORLD_SIZE is {size}", "unset RANK, or torchrun")
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
-        require(local_rank < gpus, f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
-                f"{f'at most {gpus} ranks a machine, or ' if gpus else ''}--device cpu")
+        require(
+            local_rank < gpus,
+            f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
+            f"{f'at most {gpus} ranks a machine, or ' if gpus else ''}--device cpu",
+        )
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
         # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         alone = size == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = None if alone else fresh_store(rank, size, port, timeout)  # None: torch makes a store
-        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rank,
-                              world_size=size, store=store)
+        store = (
+            None if alone else fresh_store(rank, size, port, timeout)
+        )  # None: torch makes a store
+        td.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            timeout=timeout,
+            rank=rank,
+            world_size=size,
+            store=store,
+        )
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
 
@@ -148,7 +176,9 @@ def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) ->
     timer.daemon = True
     timer.start()
     # Port 0 is any free port. With multi_tenant, a forked process would use its parent's server there.
-    store = td.TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=port > 0)
+    store = td.TCPStore(
+        address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=port > 0
+    )
     store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
@@ -183,8 +213,13 @@ def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
 
 
-def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int = 0,
-          reshard: bool | int = True) -> nn.Module:
+def shard(
+    model: nn.Module,
+    over: DeviceMesh,
+    dtype: torch.dtype,
+    recompute: int = 0,
+    reshard: bool | int = True,
+) -> nn.Module:
     """Shard a model of model.py in place and return it. Weights and gradients are fp32; compute and
     all-gathers are in `dtype`.
 
@@ -204,12 +239,18 @@ def shard(model: nn.Module, over: DeviceMesh, dtype: torch.dtype, recompute: int
     model.recompute(recompute)
     if over.size() == 1:
         return model
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for group in (*model.model.layers, model):
         # For the root (`model`), reshard_after_forward=None keeps the weights gathered, because the backward
         # pass needs them first.
-        fully_shard(group, mesh=over, mp_policy=precision,
-                    reshard_after_forward=None if group is model else reshard)
+        fully_shard(
+            group,
+            mesh=over,
+            mp_policy=precision,
+            reshard_after_forward=None if group is model else reshard,
+        )
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
     model.set_reshard_after_backward(reshard is not False)
@@ -228,8 +269,13 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         group.forward = partial(forward_in, dtype, slots, group.forward)
 
 
-def forward_in(dtype: torch.dtype, slots: Sequence[tuple[dict, str]], forward: Callable, *args: Any,
-               **kwargs: Any) -> Any:
+def forward_in(
+    dtype: torch.dtype,
+    slots: Sequence[tuple[dict, str]],
+    forward: Callable,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`.
 
     slots: (a module's dict of parameters, name) of each weight. Two slots may have the same weight."""
@@ -293,7 +339,9 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     the embedding, only the embedding comes. A model on the host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
-    groups = {"": model} | {f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)}
+    groups = {"": model} | {
+        f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)
+    }
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
         for prefix, group in groups.items():
@@ -344,7 +392,9 @@ def deterministic(on: bool) -> Iterator[None]:
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Returns a dict: name -> tensor (not a copy), for a model's weights and its optimizer's state. The state
     of the weight NAME has names such as NAME.exp_avg."""
-    tensors = dict(model.named_parameters())  # without an output layer that is tied to the embedding
+    tensors = dict(
+        model.named_parameters()
+    )  # without an output layer that is tied to the embedding
     for name, param in model.named_parameters() if optimizer else ():
         tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
     return tensors
@@ -355,17 +405,23 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
 HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
-def tensors_with_homes(model: nn.Module, optimizer: Optimizer | None) -> list[tuple[Tensor, Tensor]]:
+def tensors_with_homes(
+    model: nn.Module, optimizer: Optimizer | None
+) -> list[tuple[Tensor, Tensor]]:
     """Returns (tensor, its host tensor in HOMES) for each parameter, buffer and tensor of the optimizer. Host
     tensors are pinned (with CUDA). They are kept between steps, because pinning is slow."""
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
     homes = HOMES.setdefault(model, {})
     for name in tensors.keys() - homes.keys():
-        homes[name] = torch.empty_like(tensors[name], device="cpu", pin_memory=torch.cuda.is_available())
+        homes[name] = torch.empty_like(
+            tensors[name], device="cpu", pin_memory=torch.cuda.is_available()
+        )
     return [(x, homes[name]) for name, x in tensors.items()]
 
 
-def replace_tensors(model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]) -> None:
+def replace_tensors(
+    model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]
+) -> None:
     # FSDP overrides _apply: after the call it uses the new tensors as its shards.
     model._apply(lambda x: new.get(x, x))
     for state in optimizer.state.values() if optimizer else ():
@@ -430,8 +486,9 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 def fill(param: Tensor, full: Tensor) -> None:
     """Copy the whole tensor `full` into a parameter, which may be sharded."""
     if isinstance(param, DTensor):
-        full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements,
-                                 src_data_rank=None)
+        full = distribute_tensor(
+            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
+        )
     param.copy_(full)
 
 
@@ -512,8 +569,13 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
     keys[i]: index of samples[i] among the samples of all ranks
     layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `keys`"""
-    rank_of = {key: rank for minibatch in layout for rank, packs in enumerate(minibatch)
-               for pack in packs for key in pack}
+    rank_of = {
+        key: rank
+        for minibatch in layout
+        for rank, packs in enumerate(minibatch)
+        for pack in packs
+        for key in pack
+    }
     outgoing = [{} for _ in range(td.get_world_size())]
     for key, sample in zip(keys, samples, strict=True):
         outgoing[rank_of[key]][key] = sample
@@ -528,9 +590,18 @@ def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list
 
 # One row for each speed of measure_network: the text to print, an environment variable that slows this
 # network, and the likely cause of a low speed without this variable.
-SPEEDS = (("a rank sends {:.3g} GB/s within its node", "NCCL_P2P_DISABLE", "no NVLink between these GPUs"),
-          ("a node sends {:.3g} GB/s to other nodes", "NCCL_IB_DISABLE",
-           "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it"))
+SPEEDS = (
+    (
+        "a rank sends {:.3g} GB/s within its node",
+        "NCCL_P2P_DISABLE",
+        "no NVLink between these GPUs",
+    ),
+    (
+        "a node sends {:.3g} GB/s to other nodes",
+        "NCCL_IB_DISABLE",
+        "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it",
+    ),
+)
 
 
 def measure_network(world: World, local: int) -> list[float]:
@@ -546,7 +617,9 @@ def measure_network(world: World, local: int) -> list[float]:
     for groups, senders in ((nodes, 1), (nodes.T, local)):
         n = groups.shape[1]
         group, _ = td.new_subgroups_by_enumeration(groups.tolist())
-        part = torch.zeros(2 ** (23 if world.device.type == "cuda" else 19) // n, device=world.device)
+        part = torch.zeros(
+            2 ** (23 if world.device.type == "cuda" else 19) // n, device=world.device
+        )
         whole = part.repeat(n)  # 32 MiB on GPUs, 2 MiB on CPUs
         for i in range(9):
             if i == 1:  # the first round, which connects the ranks, is not timed
@@ -632,11 +705,16 @@ def starting(part: str) -> Iterator[None]:
 
 def start_line() -> str:
     """Returns a line with the seconds of the start's parts on this rank."""
-    parts = {name.removeprefix("start/"): s for name, s in SECONDS.items() if name.startswith("start/")}
-    return f"started in {sum(parts.values()):.0f} s: " + ", ".join(f"{k} {s:.0f}" for k, s in parts.items())
+    parts = {
+        name.removeprefix("start/"): s for name, s in SECONDS.items() if name.startswith("start/")
+    }
+    return f"started in {sum(parts.values()):.0f} s: " + ", ".join(
+        f"{k} {s:.0f}" for k, s in parts.items()
+    )
 
 
 # --- stopping on a signal
+
 
 def not_ignored() -> list[signal.Signals]:
     """Returns SIGHUP and SIGQUIT, without those that the process's caller ignores, as nohup does."""

@@ -64,8 +64,12 @@ class MemoryLedger:
             held = total - free
         else:
             try:
-                held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            except OSError:  # not Linux, or no free file descriptor: only the process's peak is known
+                held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
+            except (
+                OSError
+            ):  # not Linux, or no free file descriptor: only the process's peak is known
                 held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         before, self.time = self.time, time.perf_counter()
         self.readings[stage] = held / 2**30, self.time - before
@@ -85,9 +89,12 @@ class MemoryLedger:
         """Returns metric -> value: GiB in use (mem/…) and seconds (time/…) of the stages."""
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
         return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
-            "mem/residual_gb": self.residual, "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
-            "time/sync": seconds["sync"], "time/sleep": seconds["asleep"],
-            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}  # KiB on Linux
+            "mem/residual_gb": self.residual,
+            "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
+            "time/sync": seconds["sync"],
+            "time/sleep": seconds["asleep"],
+            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }  # KiB on Linux
 
     def text(self) -> str:
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
@@ -99,11 +106,24 @@ class MemoryLedger:
 class Engine(abc.ABC):
     """Base class of the engines. All ranks must construct their engine at the same time."""
 
-    needs_selfcheck = False  # whether guard.selfcheck compares engine and trainer before the first step
+    needs_selfcheck = (
+        False  # whether guard.selfcheck compares engine and trainer before the first step
+    )
 
-    def __init__(self, path: str, tokenizer: Any, cfg: Config, device: Device = "cpu",
-                 dtype: torch.dtype = torch.float32) -> None:
-        self.tokenizer, self.cfg, self.device, self.dtype = tokenizer, cfg, torch.device(device), dtype
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        cfg: Config,
+        device: Device = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.tokenizer, self.cfg, self.device, self.dtype = (
+            tokenizer,
+            cfg,
+            torch.device(device),
+            dtype,
+        )
         self.config = load_config(path)
         with torch.device("meta"):
             self.policy = Policy(self.config)  # names and shapes of all weights, without memory
@@ -114,15 +134,21 @@ class Engine(abc.ABC):
         self.engines = self.ranks // cfg.tp
         self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
-
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
         """Load all weights, then call self.ledger.mark("sync"). `weights` yields (name, whole tensor). When
         you ask for the next tensor, the memory of the last tensor may be freed. So copy each tensor first."""
 
     @abc.abstractmethod
-    def generate(self, requests: Mapping[Key, Sequence[int]], limits: Mapping[Key, int], temperature: float,
-                 key: tuple[int, ...], version: int, top_p: float = 1.0) -> Iterator[Sample]:
+    def generate(
+        self,
+        requests: Mapping[Key, Sequence[int]],
+        limits: Mapping[Key, int],
+        temperature: float,
+        key: tuple[int, ...],
+        version: int,
+        top_p: float = 1.0,
+    ) -> Iterator[Sample]:
         """Yields one response (a Sample) for each request, in the order in which the responses end.
 
         requests: k -> tokens of the prompt, perhaps with an unfinished response; k is (prompt_id, sample_id)
@@ -137,14 +163,15 @@ class Engine(abc.ABC):
     def unload(self) -> None:  # noqa: B027  not abstract, because some engines have nothing to free
         """Free memory at the end of `awake`."""
 
-
     @contextlib.contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
         """Context manager: wakes the engine and loads `weights`, of the step `version`. On exit the engine
         sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
         if self.version is not None:
-            raise RuntimeError(f"the engine is awake already, with the weights of step {self.version}; "
-                               "leave that `with engine.awake(…)` first")
+            raise RuntimeError(
+                f"the engine is awake already, with the weights of step {self.version}; "
+                "leave that `with engine.awake(…)` first"
+            )
         self.version = version
         self.ledger.begin()
         try:
@@ -179,7 +206,8 @@ class Engine(abc.ABC):
             raise RuntimeError(
                 f"the engine holds weights of step {self.version}, but generate was called "
                 f"for step {version}; call it inside `with engine.awake(full_weights(policy), "
-                "version=step)`")
+                "version=step)`"
+            )
 
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError for a repeated, unknown or missing name."""
@@ -189,8 +217,10 @@ class Engine(abc.ABC):
                 raise RuntimeError(f"{name} came twice, or the model has no such parameter")
             yield name, tensor
         if missing:
-            raise RuntimeError(f"{len(missing)} parameters did not come: "
-                               f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}")
+            raise RuntimeError(
+                f"{len(missing)} parameters did not come: "
+                f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}"
+            )
 
     @contextlib.contextmanager
     def engine_errors(self, doing: str) -> Iterator[None]:
@@ -204,15 +234,19 @@ class Engine(abc.ABC):
                 f"the engine failed {doing}: {type(e).__name__}: {message}\n"
                 f"GiB in use: {self.ledger.text()}\n"
                 f"if memory was short: a smaller --engine_share ({self.cfg.engine_share}) or "
-                f"--max_num_seqs ({self.cfg.max_num_seqs})") from e
+                f"--max_num_seqs ({self.cfg.max_num_seqs})"
+            ) from e
 
-    def sample(self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray,
-               stopped: bool) -> Sample:
+    def sample(
+        self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray, stopped: bool
+    ) -> Sample:
         """Returns the Sample of a response.
 
         ids, logp (L,): the sampled tokens and their log-probs
         stopped: true if EOS or a stop string ended the response"""
-        return Sample(*key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version)
+        return Sample(
+            *key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version
+        )
 
     @property
     def may_stop(self) -> np.ndarray:
@@ -235,12 +269,19 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
     which may name different tokens."""
     generation = read_json(Path(path) / "generation_config.json")
-    found = [tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.get("eos_token_id")]
+    found = [
+        tokenizer.eos_token_id,
+        getattr(config, "eos_token_id", None),
+        generation.get("eos_token_id"),
+    ]
     lists = [f if isinstance(f, list | tuple) else [f] for f in found]
     ids = [i for ids in lists for i in ids if i is not None]
     wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < 2**31]
-    require(not wrong, f"eos_token_id in {path} is {wrong}", "ids of tokens in config.json and "
-            "generation_config.json")
+    require(
+        not wrong,
+        f"eos_token_id in {path} is {wrong}",
+        "ids of tokens in config.json and generation_config.json",
+    )
     return set(ids)
 
 
@@ -260,7 +301,9 @@ def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarr
         return found
     ends = {s[i:].lstrip(" ") for s in stop for i in range(len(s))}
     begins = "\N{REPLACEMENT CHARACTER}", *ends
-    for token, text in enumerate(tokenizer.batch_decode([[i] for i in range(len(tokenizer))])[:vocabulary]):
+    for token, text in enumerate(
+        tokenizer.batch_decode([[i] for i in range(len(tokenizer))])[:vocabulary]
+    ):
         found[token] = text.lstrip(" ").startswith(begins) or any(s in text for s in stop)
     return found
 

@@ -65,8 +65,15 @@ def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
     return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
 
 
-def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float, responses: float,
-                  max_len: int, prompt_share: Tensor | None = None) -> Tensor:
+def token_weights(
+    mask: Tensor,
+    segment: Tensor,
+    aggregation: str,
+    tokens: float,
+    responses: float,
+    max_len: int,
+    prompt_share: Tensor | None = None,
+) -> Tensor:
     """Returns (T,): the weight of each token's loss in the update's loss; 0 outside `mask`.
 
     tokens, responses: numbers of response tokens and of responses in the update, over all ranks
@@ -89,9 +96,18 @@ def token_weights(mask: Tensor, segment: Tensor, aggregation: str, tokens: float
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, segment: Tensor,
-                weights: Tensor, ratio: str = "token", clip_low: float = 0.2, clip_high: float = 0.2,
-                correction: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segment: Tensor,
+    weights: Tensor,
+    ratio: str = "token",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    correction: Tensor | float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Returns the loss of a pack (a scalar: the sum of the tokens' losses times `weights`) and the number of
     clipped tokens.
 
@@ -120,8 +136,15 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
 
 
 @torch.no_grad()
-def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Tensor, kind: str, low: float,
-                    high: float) -> tuple[Tensor, Tensor]:
+def mismatch_weight(
+    logp: Tensor,
+    engine_logp: Tensor,
+    mask: Tensor,
+    segment: Tensor,
+    kind: str,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor]:
     """Returns two tensors (T,), without gradient:
     1. importance weights, which correct the difference between trainer and engine; 0 outside `mask`
     2. whether a bound changed the token's weight
@@ -143,8 +166,12 @@ def mismatch_weight(logp: Tensor, engine_logp: Tensor, mask: Tensor, segment: Te
     level, _, action = kind.partition("-")
     log_ratio = torch.where(mask, logp - engine_logp, 0)
     total = _segment_sum(log_ratio, segment)
-    ratio = {"none": log_ratio, "token": log_ratio, "sequence": total,
-             "geometric": total / _segment_tokens(mask, segment)}[level].exp()
+    ratio = {
+        "none": log_ratio,
+        "token": log_ratio,
+        "sequence": total,
+        "geometric": total / _segment_tokens(mask, segment),
+    }[level].exp()
     near = ratio.clamp(low, high)
     weight = {"": ratio, "truncate": near, "mask": torch.where(near == ratio, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)

@@ -48,13 +48,26 @@ def _log_probs(z, targets, logp, entropy, lse, scale, V, BLOCK: tl.constexpr):
 def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """See model.log_probs."""
     logp, entropy, lse = (z.new_empty(len(z)) for _ in range(3))
-    _log_probs[(len(z),)](z, targets, logp, entropy, lse, scale, z.shape[1], BLOCK=BLOCK, num_warps=8)
+    _log_probs[(len(z),)](
+        z, targets, logp, entropy, lse, scale, z.shape[1], BLOCK=BLOCK, num_warps=8
+    )
     return logp, entropy, lse
 
 
 @triton.jit
-def _logits_grad(z, g, targets, lse, entropy, g_logp, g_entropy, scale, V,
-                 HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def _logits_grad(
+    z,
+    g,
+    targets,
+    lse,
+    entropy,
+    g_logp,
+    g_entropy,
+    scale,
+    V,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(z + row * V + i, mask=i < V, other=0.0) * scale
@@ -67,14 +80,34 @@ def _logits_grad(z, g, targets, lse, entropy, g_logp, g_entropy, scale, V,
     tl.store(g + row * V + i, (grad * scale).to(g.dtype.element_ty), mask=i < V)
 
 
-def logits_grad(z: Tensor, targets: Tensor, scale: float, lse: Tensor, entropy: Tensor, g_logp: Tensor,
-                g_entropy: Tensor | None, dtype: torch.dtype) -> Tensor:
+def logits_grad(
+    z: Tensor,
+    targets: Tensor,
+    scale: float,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logp: Tensor,
+    g_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """See model.logits_grad."""
     g = torch.empty_like(z, dtype=dtype)
     grid = len(z), triton.cdiv(z.shape[1], BLOCK)
     has_entropy = g_entropy is not None
-    _logits_grad[grid](z, g, targets, lse, entropy, g_logp, g_entropy if has_entropy else g_logp, scale,
-                       z.shape[1], HAS_ENTROPY=has_entropy, BLOCK=BLOCK, num_warps=8)
+    _logits_grad[grid](
+        z,
+        g,
+        targets,
+        lse,
+        entropy,
+        g_logp,
+        g_entropy if has_entropy else g_logp,
+        scale,
+        z.shape[1],
+        HAS_ENTROPY=has_entropy,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
     return g
 
 
@@ -118,8 +151,9 @@ def swiglu_grad(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     g_gate, g_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     gate, up = rows_of(gate, up)
     n, width = gate.shape
-    _swiglu_grad[(n, triton.cdiv(width, COLUMNS))](g.contiguous(), gate, up, g_gate, g_up, gate.stride(0),
-                                                   width, BLOCK=COLUMNS)
+    _swiglu_grad[(n, triton.cdiv(width, COLUMNS))](
+        g.contiguous(), gate, up, g_gate, g_up, gate.stride(0), width, BLOCK=COLUMNS
+    )
     return g_gate, g_up
 
 

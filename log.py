@@ -80,7 +80,11 @@ class Meter:
         """Returns a dict: name -> value, for all metrics. all_sum, all_max: functions that return the sum and
         the maximum of a tensor over the ranks."""
         sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
-        peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist() if self.peaks else []
+        peaks = (
+            dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist()
+            if self.peaks
+            else []
+        )
         metrics = dict(zip(self.peaks, peaks, strict=True))
         sizes = [len(x) for x in self.sums.values()]
         for name, x in zip(self.sums, sums.split(sizes), strict=True):
@@ -94,8 +98,13 @@ class Meter:
 # --- metrics of a step's samples
 
 
-def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str],
-                    turns: bool = False, per_prompt: int = 0) -> None:
+def measure_samples(
+    meter: Meter,
+    samples: Sequence[Sample],
+    parts: Iterable[str],
+    turns: bool = False,
+    per_prompt: int = 0,
+) -> None:
     """Add the metrics of the step's samples to `meter`.
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)
@@ -122,7 +131,9 @@ def measure_samples(meter: Meter, samples: Sequence[Sample], parts: Iterable[str
     if turns:
         metrics["turns"] = [s.turns for s in samples]
         metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in parts:  # a grader may be for one data set only; the mean is over the samples that it graded
+    for part in (
+        parts
+    ):  # a grader may be for one data set only; the mean is over the samples that it graded
         own = [s for s in samples if part in s.entered]
         metrics[f"reward/{part}"] = [s.entered[part] for s in own]
         metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
@@ -143,8 +154,13 @@ def reflections(text: str) -> int:
 # --- the run's folder
 
 STEP_LINE = {  # metric -> its format in a step's printed line
-    "reward": "reward {:.3f}", "response_len": "len {:.0f}", "entropy": "ent {:.2f}",
-    "truncated": "trunc {:.0%}", "logp_gap/mean": "gap {:.0e}", "time/step": "{:.1f} s"}
+    "reward": "reward {:.3f}",
+    "response_len": "len {:.0f}",
+    "entropy": "ent {:.2f}",
+    "truncated": "trunc {:.0%}",
+    "logp_gap/mean": "gap {:.0e}",
+    "time/step": "{:.1f} s",
+}
 
 
 class Logger(contextlib.AbstractContextManager):
@@ -157,19 +173,32 @@ class Logger(contextlib.AbstractContextManager):
 
     Before it writes, rank 0 calls `check`, which ends a run that has lost its folder's lock."""
 
-    def __init__(self, out: Path, cfg: Config, main: bool, start: int, versions: Mapping[str, str],
-                 plan: Mapping[str, Mapping], own: bool = True, check: Callable[[], None] = bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        cfg: Config,
+        main: bool,
+        start: int,
+        versions: Mapping[str, str],
+        plan: Mapping[str, Mapping],
+        own: bool = True,
+        check: Callable[[], None] = bool,
+    ) -> None:
         self.out, self.cfg, self.main, self.next_step, self.check = out, cfg, main, start, check
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": versions}
-        with explained(f"can't write to {out}", "space and permission there, or another --out", OSError):
+        with explained(
+            f"can't write to {out}", "space and permission there, or another --out", OSError
+        ):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
             for path, shape in (out / "metrics.jsonl", METRICS), (out / "alarms.jsonl", ALARM):
                 _set_aside(path, shape, start if own else 0)
         rows = read_metrics(out)
-        self.history = [row for row in rows if "reward" in row]  # rows of training steps, for guard.alarms
+        self.history = [
+            row for row in rows if "reward" in row
+        ]  # rows of training steps, for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
@@ -182,7 +211,9 @@ class Logger(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
-            with contextlib.suppress(OSError):  # the terminal was closed, or the disk of a log file is full
+            with contextlib.suppress(
+                OSError
+            ):  # the terminal was closed, or the disk of a log file is full
                 tqdm.write(printable(text))
                 sys.stdout.flush()
 
@@ -203,8 +234,15 @@ class Logger(contextlib.AbstractContextManager):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # save_file refuses tensors that share memory
-            save_file({f"{i}.{field}": torch.as_tensor(x).cpu().clone() for i, p in enumerate(packs)
-                       for field, x in vars(p).items() if x is not None}, path)
+            save_file(
+                {
+                    f"{i}.{field}": torch.as_tensor(x).cpu().clone()
+                    for i, p in enumerate(packs)
+                    for field, x in vars(p).items()
+                    if x is not None
+                },
+                path,
+            )
             follow_umask(path)
         except (OSError, SafetensorError) as e:
             return f"its packs can't be written to {path} ({shorten(str(e))})"
@@ -247,7 +285,9 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:
-            self.alarm(f"can't write the metrics ({e.strerror}); they are kept until the next step", step)
+            self.alarm(
+                f"can't write the metrics ({e.strerror}); they are kept until the next step", step
+            )
             self.writer = None  # a SummaryWriter can't be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
@@ -267,8 +307,14 @@ class Logger(contextlib.AbstractContextManager):
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
-        return tqdm(total=total, initial=done, desc=name, leave=False, dynamic_ncols=True,
-                    disable=None if self.main else True)
+        return tqdm(
+            total=total,
+            initial=done,
+            desc=name,
+            leave=False,
+            dynamic_ncols=True,
+            disable=None if self.main else True,
+        )
 
     def close(self, failed: bool = False) -> None:
         """Write the rows in `unwritten`, then close everything. failed: true if an error ends the run."""
@@ -285,8 +331,10 @@ class Logger(contextlib.AbstractContextManager):
 
 def _lines(rows):
     """Returns the rows as lines of JSON. NaN and infinity, which JSON lacks, become null."""
-    finite = ({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-              for row in rows)
+    finite = (
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        for row in rows
+    )
     return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
 
 
@@ -313,8 +361,10 @@ def _append(path, row):
 
 def read_metrics(run: Path | str) -> list[dict]:
     """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
-    return [{name: NAN if x is None else x for name, x in row.items()}
-            for row in read_jsonl(Path(run) / "metrics.jsonl", METRICS)]
+    return [
+        {name: NAN if x is None else x for name, x in row.items()}
+        for row in read_jsonl(Path(run) / "metrics.jsonl", METRICS)
+    ]
 
 
 # --- trackers (--track)
@@ -349,8 +399,10 @@ class Tracker:
         except Exception as e:
             self.failed = True
             reason = shorten(f"{type(e).__name__}: {e}", 200)
-            self.alarm(f"{type(self).__name__} failed ({reason}); training goes on without it, and a "
-                       "resumed run sends it the steps after this one")
+            self.alarm(
+                f"{type(self).__name__} failed ({reason}); training goes on without it, and a "
+                "resumed run sends it the steps after this one"
+            )
 
     def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
         """Send a step's metrics and saved samples, unless the step was sent before."""
@@ -386,15 +438,23 @@ class WandbTracker(Tracker):
 
         for key, value in self.ENVIRONMENT.items():
             os.environ.setdefault(key, value)
-        self.run = wandb.init(name=self.out.resolve().name, id=self.state["id"], resume="allow", dir=self.out,
-                              config=self.config, allow_val_change=True)
+        self.run = wandb.init(
+            name=self.out.resolve().name,
+            id=self.state["id"],
+            resume="allow",
+            dir=self.out,
+            config=self.config,
+            allow_val_change=True,
+        )
 
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
         import wandb
 
         values = {name: x for name, x in row.items() if name != "step"}
         if samples:
-            table = [[row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[:self.SAMPLES]]
+            table = [
+                [row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[: self.SAMPLES]
+            ]
             values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
         # commit=True sends the row now
         self.run.log(values, step=row["step"], commit=True)

@@ -29,7 +29,13 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MODEL_MAPPING, AttentionInterface, AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import (
+    MODEL_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
 from transformers.activations import SiLUActivation
 
 import dist
@@ -40,15 +46,38 @@ from dist import Device, Weights
 # --- families
 
 # The supported model types. docs/models.md says why others are refused.
-FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "granite", "olmo2", "olmo3", "smollm3", "phi3",
-            "gemma3_text", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "cohere",
+    "seed_oss",
+    "ernie4_5",
+)
 
 # Settings that must be off, because this file does not implement them.
-MUST_BE_OFF = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
-               "quantization_config")
+MUST_BE_OFF = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_bidirectional_attention",
+    "quantization_config",
+)
 # Settings that must be off because vLLM ignores them.
-IGNORED_BY_VLLM = {"qwen2": ["use_sliding_window"], "qwen3": ["use_sliding_window", "attention_bias"],
-                   "cohere": ["attention_bias"], "ernie4_5": ["use_bias"]}
+IGNORED_BY_VLLM = {
+    "qwen2": ["use_sliding_window"],
+    "qwen3": ["use_sliding_window", "attention_bias"],
+    "cohere": ["attention_bias"],
+    "ernie4_5": ["use_bias"],
+}
 # The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
 # sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
@@ -58,17 +87,27 @@ LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layer
 def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
-    wrong = [name for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ())) if getattr(config, name, None)]
+    wrong = [
+        name
+        for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ()))
+        if getattr(config, name, None)
+    ]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
     layers = {*(getattr(config, "layer_types", None) or ())}
     wrong += layers - LAYERS
     if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
         wrong += ["an untied head"]
-    has_window = getattr(config, "sliding_window", None) and (not layers or "sliding_attention" in layers)
+    has_window = getattr(config, "sliding_window", None) and (
+        not layers or "sliding_attention" in layers
+    )
     if has_window and torch.cuda.is_available() and "window_size" not in _varlen_options():
         wrong += [f"sliding windows, which varlen_attn of torch {torch.__version__} lacks"]
-    require(not wrong, f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "
-            f"{', '.join(wrong)}", "a model without them (docs/models.md)")
+    require(
+        not wrong,
+        f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "
+        f"{', '.join(wrong)}",
+        "a model without them (docs/models.md)",
+    )
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -95,7 +134,7 @@ class TakeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        index, = ctx.saved_tensors
+        (index,) = ctx.saved_tensors
         total = g.new_zeros(ctx.shape, dtype=torch.float32).index_add_(0, index, g.float())
         return total.to(g.dtype), None
 
@@ -118,8 +157,13 @@ class Segments:
                                  p q b c . .      block of 3 x 6
                                  p q r s t u                            S = 18"""
 
-    def __init__(self, cu_seqlens: Tensor, longest: int, unique: Tensor | None = None,
-                 inverse: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        cu_seqlens: Tensor,
+        longest: int,
+        unique: Tensor | None = None,
+        inverse: Tensor | None = None,
+    ) -> None:
         """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
         unique (U,): index in the pack of each computed token. None: all tokens are computed.
         inverse (T,): number, 0 to U - 1, of the computed token that stands for each token of the pack."""
@@ -158,9 +202,18 @@ class Segments:
             self.slots, self.outputs = self.slots[token], slot[self.outputs]
 
 
-def packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                     scaling: float, segments: Segments | None = None, cache: Any = None,
-                     sliding_window: int | None = None, **_: Any) -> tuple[Tensor, None]:
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    segments: Segments | None = None,
+    cache: Any = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """Returns the attention output (1, U, H, d) of a pack, and None in place of attention weights. The model
     computes U of the pack's tokens, because it computes shared prefixes only once. A token attends to itself
     and to earlier tokens of its segment.
@@ -211,18 +264,27 @@ def _varlen(query, key, value, segments, scaling, window):
 def _padded(query, key, value, segments, scaling, window):
     """Returns the attention output (S, H, d), computed block by block (see Segments)."""
     sizes, outs = [rows * columns for rows, columns in segments.blocks], []
-    blocks = zip(segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    blocks = zip(
+        segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    )
     for (rows, columns), *qkv in blocks:
-        q, k, v = (x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv)  # (rows, heads, columns, d)
+        q, k, v = (
+            x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv
+        )  # (rows, heads, columns, d)
         # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
         # torch's fp32 attention would store all attention scores.
         if q.is_cuda:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         mask = None
         if window and window < columns:  # mask[i, j]: token i attends to token j
-            mask = torch.ones(columns, columns, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling,
-                                             enable_gqa=True)
+            mask = (
+                torch.ones(columns, columns, dtype=torch.bool, device=q.device)
+                .tril()
+                .triu(1 - window)
+            )
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
@@ -262,8 +324,16 @@ class ChunkedLogProbs(torch.autograd.Function):
             z, ctx.last = ctx.last, None
             if z is None:
                 z = logits_fp32(hidden[c], weight)
-            g = logits_grad(z, targets[c], ctx.scale, lse[c], entropy[c], g_logp[c],
-                            None if g_entropy is None else g_entropy[c], weight.dtype)
+            g = logits_grad(
+                z,
+                targets[c],
+                ctx.scale,
+                lse[c],
+                entropy[c],
+                g_logp[c],
+                None if g_entropy is None else g_entropy[c],
+                weight.dtype,
+            )
             del z
             g_hidden[c] = g @ weight
             add_product(g_weight, g.t(), hidden[c])
@@ -286,8 +356,16 @@ def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor,
     return logp, entropy, lse
 
 
-def logits_grad(z: Tensor, targets: Tensor, scale: float, lse: Tensor, entropy: Tensor, g_logp: Tensor,
-                g_entropy: Tensor | None, dtype: torch.dtype) -> Tensor:
+def logits_grad(
+    z: Tensor,
+    targets: Tensor,
+    scale: float,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logp: Tensor,
+    g_entropy: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns the gradient (n, V), in `dtype`, of the fp32 logits z (n, V).
 
     targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
@@ -374,7 +452,9 @@ class PackModel(nn.Module):
         self.model.eval()
         for module in self.model.modules():
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-                module.forward = partial(rms_norm, module)  # one kernel instead of transformers' six
+                module.forward = partial(
+                    rms_norm, module
+                )  # one kernel instead of transformers' six
             if hasattr(module, "down_proj"):
                 module.forward = partial(gated_mlp, module, False)
 
@@ -388,7 +468,9 @@ class PackModel(nn.Module):
         for layer in self.model.layers[:layers]:
             # FSDP's hooks run around `forward`. `checkpoint` wraps only `forward`, so that the recomputation
             # does not gather and free the weights once more.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
             layer.mlp.forward = partial(gated_mlp, layer.mlp, True)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
@@ -479,7 +561,14 @@ class DownProjection(torch.autograd.Function):
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
         product, rows = gated(ctx.act, gate, up).flatten(0, -2), g.flatten(0, -2)
-        return g @ weight, None, None, None, rows.t() @ product, rows.sum(0) if ctx.has_bias else None
+        return (
+            g @ weight,
+            None,
+            None,
+            None,
+            rows.t() @ product,
+            rows.sum(0) if ctx.has_bias else None,
+        )
 
 
 class Policy(PackModel):
@@ -526,8 +615,10 @@ def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor,
 
 
 # The files to download. Subfolders and consolidated.* are left out, because they repeat the same weights.
-MODEL_FILES = dict(allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-                   ignore_patterns=["*/*", "consolidated*"])
+MODEL_FILES = dict(
+    allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+    ignore_patterns=["*/*", "consolidated*"],
+)
 
 
 def resolve(name: str) -> str:
@@ -546,8 +637,10 @@ def _download(name):
     with contextlib.suppress(OSError):  # raised if the cache does not have all files
         snapshot_download(name, local_files_only=True, **MODEL_FILES)
         return
-    with explained(f"no folder {name}, and the model can't be downloaded from the Hub",
-                   f"hf download {name} --local-dir DIR where there is a network, then --model DIR"):
+    with explained(
+        f"no folder {name}, and the model can't be downloaded from the Hub",
+        f"hf download {name} --local-dir DIR where there is a network, then --model DIR",
+    ):
         snapshot_download(name, **MODEL_FILES)
 
 
@@ -555,13 +648,25 @@ def load_config(path: str) -> PreTrainedConfig:
     """Returns the config of the model in a folder. Raises UserError if the folder has no model, or a model
     that torz does not support."""
     folder = model_folder(path)
-    require((folder / "config.json").is_file(), f"{path} has no config.json", "a Hugging Face model folder")
-    require(bool(dist.weight_files(folder)), f"{path} has no .safetensors files",
-            "weights saved by save_pretrained")
+    require(
+        (folder / "config.json").is_file(),
+        f"{path} has no config.json",
+        "a Hugging Face model folder",
+    )
+    require(
+        bool(dist.weight_files(folder)),
+        f"{path} has no .safetensors files",
+        "weights saved by save_pretrained",
+    )
     family = read_json(folder / "config.json").get("model_type", "")
-    require(family in FAMILIES, f"{path} has model_type {family!r}, which torz does not support "
-            "(docs/models.md)", f"one of {', '.join(FAMILIES)}")
-    with explained(f"{folder}/config.json can't be used", "the config.json that belongs to the weights"):
+    require(
+        family in FAMILIES,
+        f"{path} has model_type {family!r}, which torz does not support (docs/models.md)",
+        f"one of {', '.join(FAMILIES)}",
+    )
+    with explained(
+        f"{folder}/config.json can't be used", "the config.json that belongs to the weights"
+    ):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     check_settings(config, path)
     return config
@@ -573,7 +678,10 @@ def folder_fingerprint(path: str) -> str:
     file can't be read, such as a link without its target."""
     kinds, blocks = (".json", ".jinja", ".model", ".txt", ".safetensors"), []
     for file in sorted(file for file in Path(path).iterdir() if file.suffix in kinds):
-        with explained(f"{file} can't be read", "an intact copy of the model", OSError), file.open("rb") as f:
+        with (
+            explained(f"{file} can't be read", "an intact copy of the model", OSError),
+            file.open("rb") as f,
+        ):
             size = file.stat().st_size
             blocks.append(f"{file.name} {size} ".encode())
             for at in range(0, size, max(size // 64, 4096)):
@@ -586,8 +694,11 @@ def load_tokenizer(path: str) -> Any:
     """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer or no model, or a model
     that torz does not support."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
-    require(any(model_folder(path).glob("tokenizer*")), f"{path} has no tokenizer",
-            "tokenizer.json and tokenizer_config.json there")
+    require(
+        any(model_folder(path).glob("tokenizer*")),
+        f"{path} has no tokenizer",
+        "tokenizer.json and tokenizer_config.json there",
+    )
     load_config(path)  # only for its UserError
     with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
@@ -597,14 +708,19 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of everything that decides what a tokenizer does, except for its chat template."""
     # This example depends on settings that are not in `rules`, such as clean_up_tokenization_spaces.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
-    rules = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else tokenizer.get_vocab()
+    rules = (
+        json.loads(tokenizer.backend_tokenizer.to_str())
+        if tokenizer.is_fast
+        else tokenizer.get_vocab()
+    )
     # Padding and truncation are left out, because every call of the tokenizer changes them.
     rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 
-def load_policy(path: str, device: Device = "cpu",
-                shard_fn: Callable = lambda model: model) -> Policy:
+def load_policy(
+    path: str, device: Device = "cpu", shard_fn: Callable = lambda model: model
+) -> Policy:
     """Returns the causal language model of the folder `path` in fp32. Raises UserError if torz does not
     support the model, or if the files do not fit config.json.
 
@@ -613,8 +729,9 @@ def load_policy(path: str, device: Device = "cpu",
     return _load(Policy, path, device, shard_fn)
 
 
-def load_critic(path: str, device: Device = "cpu",
-                shard_fn: Callable = lambda model: model, seed: int = 0) -> Critic:
+def load_critic(
+    path: str, device: Device = "cpu", shard_fn: Callable = lambda model: model, seed: int = 0
+) -> Critic:
     """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
     If the folder has no critic head, the head's weights are random, drawn with `seed`: normal with standard
@@ -631,22 +748,37 @@ def on_meta(kind: type, path: str) -> PackModel:
     differ from the model's in names or shapes. A critic's files may lack score.weight; a policy's files must
     not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS."""
     config = load_config(path)
-    with explained(f"{path}/config.json describes no model", "the config.json that belongs to the weights"):
+    with explained(
+        f"{path}/config.json describes no model", "the config.json that belongs to the weights"
+    ):
         with torch.device("meta"):
             model = kind(config)
     files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
     names = [name for file in dist.weight_files(path) for name in safe_open(file, "pt").keys()]
-    require(len(names) == len(files), f"two .safetensors files in {path} have the same tensors",
-            "a folder with the files of one model")
-    require(kind is Critic or "score.weight" not in files, f"{path} is a critic, not a policy",
-            "the folder of a language model, such as RUN/export/policy")
+    require(
+        len(names) == len(files),
+        f"two .safetensors files in {path} have the same tensors",
+        "a folder with the files of one model",
+    )
+    require(
+        kind is Critic or "score.weight" not in files,
+        f"{path} is a critic, not a policy",
+        "the folder of a language model, such as RUN/export/policy",
+    )
     # name -> shape of each parameter, without score.weight if the files lack it. named_parameters() lists a
     # tied weight once; state_dict() would list it twice.
-    ours = {name: p.shape for name, p in model.named_parameters() if name in files or name != "score.weight"}
+    ours = {
+        name: p.shape
+        for name, p in model.named_parameters()
+        if name in files or name != "score.weight"
+    }
     theirs = {name: x for name, x in files.items() if name in ours or not name.endswith(NOT_OURS)}
     wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())
-    require(not wrong, f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
-            "a folder that save_pretrained has written")
+    require(
+        not wrong,
+        f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
+        "a folder that save_pretrained has written",
+    )
     return model
 
 

@@ -26,8 +26,14 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.repeat_interleave(ids, lengths, output_size=tokens)
 
 
-def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma: float = 1.0,
-        lam: float = 1.0) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Returns two tensors (T,): advantages A and returns R, both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t
@@ -37,7 +43,10 @@ def gae(rewards: Tensor, values: Tensor, cu_seqlens: Tensor, mask: Tensor, gamma
     The time steps t are the tokens in `mask`. At a segment's last time step, V_{t+1} and A_{t+1} are 0.
     If another token has a reward, the reward is added to the last time step that comes before this token in
     the same segment."""
-    steps, so_far = mask.nonzero()[:, 0], mask.cumsum(0)  # so_far (T,): time steps at or before each token
+    steps, so_far = (
+        mask.nonzero()[:, 0],
+        mask.cumsum(0),
+    )  # so_far (T,): time steps at or before each token
     if len(steps) == 0:
         return torch.zeros_like(values), torch.zeros_like(values)
     segment = segment_ids(cu_seqlens, len(mask))
@@ -112,9 +121,16 @@ def kl_loss(logp: Tensor, old_logp: Tensor, ref: Tensor) -> Tensor:
     return torch.exp(logp - old_logp).detach() * (logp - ref) ** 2 / 2
 
 
-def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, tokens: float,
-                clip_low: float = 0.2, clip_high: float = 0.2,
-                correction: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tokens: float,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    correction: Tensor | float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of clipped
     tokens.
 
@@ -128,8 +144,14 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor
     return torch.where(mask, loss * correction, 0).sum() / tokens, ((clipped < free) & mask).sum()
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, tokens: float,
-               clip: float | None = 0.2) -> Tensor:
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    tokens: float,
+    clip: float | None = 0.2,
+) -> Tensor:
     """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`, the
     number of response tokens in the whole update.
 

@@ -49,10 +49,16 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     terms = [_term(spec, parts) for spec in reward]
     graders = [t for t in terms if t.kind or t.custom]
     names = {t.name for t in terms}
-    require(len(graders) > 0, f"--reward {' '.join(reward)} has no grader",
-            f"one of {', '.join(KINDS)}, or {SPEC}")
-    require(len(names) == len(terms), f"--reward {' '.join(reward)} has two terms with the same name",
-            "at most one comparison of answers, and functions with different names")
+    require(
+        len(graders) > 0,
+        f"--reward {' '.join(reward)} has no grader",
+        f"one of {', '.join(KINDS)}, or {SPEC}",
+    )
+    require(
+        len(names) == len(terms),
+        f"--reward {' '.join(reward)} has two terms with the same name",
+        "at most one comparison of answers, and functions with different names",
+    )
     return graders + [t for t in terms if t not in graders]
 
 
@@ -65,20 +71,31 @@ def _term(spec, parts):
         weight = float(number)
     except ValueError:
         weight = math.nan
-    require(math.isfinite(weight), f"the weight {number!r} of reward {spec!r} is not a finite number",
-            "NAME=NUMBER")
+    require(
+        math.isfinite(weight),
+        f"the weight {number!r} of reward {spec!r} is not a finite number",
+        "NAME=NUMBER",
+    )
     if full in KINDS:
         return Term("accuracy", weight, kind=full)
     dataset = ""
     custom = full if ":" in full else ""
-    if "@" in custom and not custom.startswith(("/", ".")):  # in /… and ./…, the @ belongs to the path
+    if "@" in custom and not custom.startswith(
+        ("/", ".")
+    ):  # in /… and ./…, the @ belongs to the path
         dataset, _, custom = custom.partition("@")
-        require(dataset != "", f"reward {full!r} has no data set before its @",
-                f"DATASET@{SPEC}, or ./ in front of a path")
+        require(
+            dataset != "",
+            f"reward {full!r} has no data set before its @",
+            f"DATASET@{SPEC}, or ./ in front of a path",
+        )
         dataset = dataset.casefold()
     known = [*KINDS, *parts]
-    require(bool(custom) or full in known, f"no reward {full!r}{nearest(full, known)}",
-            f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}")
+    require(
+        bool(custom) or full in known,
+        f"no reward {full!r}{nearest(full, known)}",
+        f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}",
+    )
     name = custom.rpartition(":")[2] or full
     if dataset:
         name = dataset.replace("/", "-")  # the metric is reward/NAME, with no / in NAME
@@ -96,7 +113,7 @@ def think_then_answer(text: str) -> float:
     """Returns 1 for the format <think> … </think> <answer> … </answer>, each tag on its own line, else 0
     (Open-R1's format reward)."""
     start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
-    _, _, answer = text[len(start):].partition(middle)
+    _, _, answer = text[len(start) :].partition(middle)
     return float(text.startswith(start) and end in f"{answer}\n")
 
 
@@ -110,13 +127,16 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
     """Returns the fraction of word n-grams that occurred earlier in the text (Open-R1's repetition penalty,
     times -1)."""
     words = text.lower().split()
-    grams = [tuple(words[i:i + n]) for i in range(len(words) - n + 1)]
+    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 # The reward parts that read only the response's text.
-TEXT_PARTS = {"format": think_then_answer, "tags": tag_count,
-              "repetition": lambda text: -repeated_ngrams(text)}
+TEXT_PARTS = {
+    "format": think_then_answer,
+    "tags": tag_count,
+    "repetition": lambda text: -repeated_ngrams(text),
+}
 
 
 def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
@@ -129,12 +149,17 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 
 # --- grading a file
 
+
 def _responses(path, kind="math"):
     """Yields the rows of a file of responses, which may be a file in a run's folder samples/. `kind`: how
     answers are compared in rows without a kind. Raises UserError for an invalid row."""
     for number, row in read_rows(path):
         where, found = f"{path}, row {number}", decoded(row, path, number)
-        require(isinstance(found, dict), f"{where}: not a JSON object", '{"response": str, "answer": str}')
+        require(
+            isinstance(found, dict),
+            f"{where}: not a JSON object",
+            '{"response": str, "answer": str}',
+        )
         row = {"stopped": True, "kind": kind, **json.loads(as_json(found))}
         if "gold" in row:  # a row of a run's samples/
             row["answer"] = row["gold"]
@@ -142,14 +167,27 @@ def _responses(path, kind="math"):
                 row["response"] = "\n".join(row["segments"][::2])
         for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
             value = row.get(field)
-            require(isinstance(value, needed), f"{where}: {field!r} is {value!r:.80}",
-                    f"{needed.__name__} (columns: {', '.join(found)})")
-        require(row["kind"] in KINDS, f"{where}: 'kind' is {row['kind']!r}", f"one of {', '.join(KINDS)}")
+            require(
+                isinstance(value, needed),
+                f"{where}: {field!r} is {value!r:.80}",
+                f"{needed.__name__} (columns: {', '.join(found)})",
+            )
+        require(
+            row["kind"] in KINDS,
+            f"{where}: 'kind' is {row['kind']!r}",
+            f"one of {', '.join(KINDS)}",
+        )
         yield row
 
 
-def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int = 2, deadline: float = 5.0,
-            extractor: str = "orz") -> None:
+def dry_run(
+    responses: str,
+    /,
+    reward: tuple[str, ...] = ("math",),
+    workers: int = 2,
+    deadline: float = 5.0,
+    extractor: str = "orz",
+) -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), mean
     rewards, and the first three wrong or unparsed responses.
 
@@ -162,13 +200,27 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
         deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,
             last_number or whole"""
-    rows, terms, values = list(_responses(responses, kind_of(reward))), parse_terms(reward, TEXT_PARTS), {}
+    rows, terms, values = (
+        list(_responses(responses, kind_of(reward))),
+        parse_terms(reward, TEXT_PARTS),
+        {},
+    )
     customs = [t.custom for t in terms if t.custom]
     with Grader(workers, deadline, customs) as grader:
         for i, row in enumerate(rows):
             for t in graders_of(row.get("dataset") or "", terms):
-                grader.submit((t, i), row["response"], row["answer"], row["stopped"], row["kind"], extractor,
-                              t.custom, problem=row.get("problem"), row=row.get("row", row), sample=row)
+                grader.submit(
+                    (t, i),
+                    row["response"],
+                    row["answer"],
+                    row["stopped"],
+                    row["kind"],
+                    extractor,
+                    t.custom,
+                    problem=row.get("problem"),
+                    row=row.get("row", row),
+                    sample=row,
+                )
         every = grader.results()
         grader.check()
     for (t, _), grade in every.items():
@@ -176,10 +228,16 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
     for t in terms:
         if t.name in TEXT_PARTS:
             values[t] = [TEXT_PARTS[t.name](row["response"]) for row in rows]
-    grades = {i: grade for (t, i), grade in every.items()
-              if t == graders_of(rows[i].get("dataset") or "", terms)[0]}
-    require(len(grades) == len(rows), f"no grader for {len(rows) - len(grades)} of {len(rows)} rows",
-            "--reward with a grader for their data sets, such as math")
+    grades = {
+        i: grade
+        for (t, i), grade in every.items()
+        if t == graders_of(rows[i].get("dataset") or "", terms)[0]
+    }
+    require(
+        len(grades) == len(rows),
+        f"no grader for {len(rows) - len(grades)} of {len(rows)} rows",
+        "--reward with a grader for their data sets, such as math",
+    )
     for reason in REASONS:
         count = sum(grade.reason == reason for grade in grades.values())
         print(f"{reason:10}{count:8}{count / len(rows):8.1%}")
@@ -188,13 +246,18 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), workers: int
     failures = [i for i, grade in grades.items() if grade.reason in ("wrong", "unparsed")]
     for i in sorted(failures)[:3]:
         row, grade = rows[i], grades[i]
-        print(f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
-              f"ends {row['response'][-200:]!a}")
+        print(
+            f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
+            f"ends {row['response'][-200:]!a}"
+        )
         if grade.reason == "unparsed":
             print(f"  found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
     failed = sum(grade.reason in ("error", "timeout") for grade in every.values())
-    require(not failed, f"{failed} of {len(every)} failed or were late: {[*grader.errors.values()]!a}",
-            "a --reward that raises no error, or a larger --deadline")
+    require(
+        not failed,
+        f"{failed} of {len(every)} failed or were late: {[*grader.errors.values()]!a}",
+        "a --reward that raises no error, or a larger --deadline",
+    )
 
 
 if __name__ == "__main__":

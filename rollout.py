@@ -1,7 +1,7 @@
 """Samples and grades responses, for training and evaluation.
 
-    with engine.awake(full_weights(policy), version=step):
-        samples, _ = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
+with engine.awake(full_weights(policy), version=step):
+    samples, _ = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
 
 import itertools
 import json
@@ -41,15 +41,23 @@ Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 # Random seeds contain these numbers, so that training, evaluations, the self-check and later rounds of a
 # rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = 32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
+PROMPTS_PER_ENGINE = (
+    32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
+)
 
 # --- rewards
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Returns DAPO's length penalty for each sample, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
-    return [grpo.overlong_penalty(len(s.ids), min(cfg.max_response_len, cfg.model_len - len(s.prompt)),
-                                  cfg.overlong_buffer) for s in group]
+    return [
+        grpo.overlong_penalty(
+            len(s.ids),
+            min(cfg.max_response_len, cfg.model_len - len(s.prompt)),
+            cfg.overlong_buffer,
+        )
+        for s in group
+    ]
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
@@ -70,8 +78,10 @@ def length(group: Sequence[Sample], cfg: Config) -> list[float]:
 # Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
 # extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
 REWARD_PARTS = {
-    **{name: lambda group, cfg, part=part: [part(s.policy_text) for s in group]
-       for name, part in TEXT_PARTS.items()},
+    **{
+        name: lambda group, cfg, part=part: [part(s.policy_text) for s in group]
+        for name, part in TEXT_PARTS.items()
+    },
     "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
@@ -84,10 +94,16 @@ def terms_of(cfg: Config) -> list[Term]:
     unknown term, a name that comes twice, or a weight of 0 without a teacher (--ref_model)."""
     terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
     clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
-    require(not clash, f"--reward has a term with the name of the built-in part {', '.join(clash)}",
-            "another name for the function or the data set")
-    require(all(t.weight for t in terms) or cfg.ref_model and cfg.kl_coef, "a weight in --reward is 0",
-            "another weight, or a teacher: --ref_model, and --kl_coef above 0")
+    require(
+        not clash,
+        f"--reward has a term with the name of the built-in part {', '.join(clash)}",
+        "another name for the function or the data set",
+    )
+    require(
+        all(t.weight for t in terms) or cfg.ref_model and cfg.kl_coef,
+        "a weight in --reward is 0",
+        "another weight, or a teacher: --ref_model, and --kl_coef above 0",
+    )
     return terms
 
 
@@ -122,9 +138,12 @@ def extractors(cfg: Config) -> dict[str, str]:
     found = {}
     for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
         dataset = dataset.casefold()
-        require(dataset not in found, f"--extractor {' '.join(cfg.extractor)} has two extractors "
-                f"for {dataset or 'all other rows'}",
-                "one each: NAME, and DATASET=NAME for the rows of a data set")
+        require(
+            dataset not in found,
+            f"--extractor {' '.join(cfg.extractor)} has two extractors "
+            f"for {dataset or 'all other rows'}",
+            "one each: NAME, and DATASET=NAME for the rows of a data set",
+        )
         found[dataset] = name
     return {"": "orz"} | found
 
@@ -138,23 +157,30 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
-    require(not unknown, f"--reward or --extractor names data set {unknown}, but no row belongs to it",
-            f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset")
+    require(
+        not unknown,
+        f"--reward or --extractor names data set {unknown}, but no row belongs to it",
+        f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset",
+    )
     for dataset in sorted(datasets):
         found = graders_of(dataset, terms)
-        require(bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
-                f"--reward names no grader that can grade the rows of data set {dataset!r}",
-                "a grader for them, such as --reward "
-                f"math{dataset and f' {dataset}@FILE.py:FUNCTION'}")
+        require(
+            bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
+            f"--reward names no grader that can grade the rows of data set {dataset!r}",
+            f"a grader for them, such as --reward math{dataset and f' {dataset}@FILE.py:FUNCTION'}",
+        )
 
 
 def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
     """Raises UserError if a prompt has a token for which the model has no embedding. `config`: the model's"""
     for p in itertools.chain(*sets):
-        require(max(p.ids) < config.vocab_size,
-                f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and the model's embedding has "
-                f"{config.vocab_size} tokens", "rows and a template without tokens that were added to the "
-                "tokenizer, or another --model")
+        require(
+            max(p.ids) < config.vocab_size,
+            f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and the model's embedding has "
+            f"{config.vocab_size} tokens",
+            "rows and a template without tokens that were added to the "
+            "tokenizer, or another --model",
+        )
 
 
 # --- trajectories
@@ -169,8 +195,15 @@ class Trajectories:
         complete  finished, not graded yet
         graded    finished, with its reward"""
 
-    def __init__(self, engine: Engine, grader: Grader, problems: Mapping[int, Problem], max_tokens: int,
-                 round_len: int, top_p: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        grader: Grader,
+        problems: Mapping[int, Problem],
+        max_tokens: int,
+        round_len: int,
+        top_p: float,
+    ) -> None:
         """problems: prompt_id -> problem, for the prompts of all ranks
         max_tokens: largest number of tokens of a response
         round_len: largest number of new tokens of a trajectory in one call of the engine; 0: no limit"""
@@ -202,22 +235,29 @@ class Trajectories:
         target: key of a trajectory -> its new rank; the same dict on every rank. A trajectory whose key is
             not in `target` stays on its rank."""
         if target and self.engine.ranks > 1:
-            outgoing = [[self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
-                        for rank in range(self.engine.ranks)]
+            outgoing = [
+                [self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
+                for rank in range(self.engine.ranks)
+            ]
             for arrived in dist.exchange(outgoing):
                 self.add(arrived)
 
-    def sample_round(self, temperature: float, key: tuple[int, ...], version: int,
-                     progress: Callable) -> bool:
+    def sample_round(
+        self, temperature: float, key: tuple[int, ...], version: int, progress: Callable
+    ) -> bool:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
 
         Returns False if a signal has aborted the round, else True. With --tp, a signal aborts no round,
         because the engine's other ranks would wait for ever."""
         before = dict(self.open)
         requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
-        limits = {k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()}
+        limits = {
+            k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()
+        }
         round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
-        for s in self.engine.generate(requests, limits, temperature, round_key, version, self.top_p):
+        for s in self.engine.generate(
+            requests, limits, temperature, round_key, version, self.top_p
+        ):
             if self._take(before[s.key], s):
                 progress()
                 if dist.stop_signal and self.cfg.tp == 1:
@@ -239,18 +279,22 @@ class Trajectories:
             return False
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
-            self.grader.ask(s.key, self.problems[s.prompt_id].text, s.text[len(before.text):], s.turns)
+            self.grader.ask(
+                s.key, self.problems[s.prompt_id].text, s.text[len(before.text) :], s.turns
+            )
         else:
             self._complete(s)
         return True
 
     def _join(self, before, segment):
-        turn, text = before.ids[before.turn_start:], segment.text
+        turn, text = before.ids[before.turn_start :], segment.text
         if len(turn):
             # The engine does not see a stop string that began in an earlier round. So cut after it here.
             count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
-                segment = replace(segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True)
+                segment = replace(
+                    segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True
+                )
             # Decode the whole turn: a character's bytes may be divided between `before` and `segment`.
             text = self.engine.text_of(np.concatenate([turn, segment.ids]))
         return replace(extended(before, segment), text=before.text + text)
@@ -262,8 +306,18 @@ class Trajectories:
         row = json.loads(problem.fields) if problem.fields else {}
         facts = {"tokens": len(s.ids), "turns": s.turns}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
-            self.grader.submit((*s.key, i), s.policy_text, problem.answer, s.stopped, problem.kind,
-                               extractor, term.custom, problem=problem.text, row=row, sample=facts)
+            self.grader.submit(
+                (*s.key, i),
+                s.policy_text,
+                problem.answer,
+                s.stopped,
+                problem.kind,
+                extractor,
+                term.custom,
+                problem=problem.text,
+                row=row,
+                sample=facts,
+            )
 
     def _continue(self, s, reply):
         """Append the environment's text to `s`, so that the policy gets another turn. Complete `s` instead if
@@ -277,14 +331,20 @@ class Trajectories:
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
-        ids, left = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids, self._left(s)
+        ids, left = (
+            self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids,
+            self._left(s),
+        )
         # The response has room, but not for the whole text, or the model has no embedding for a token: an
         # error of the environment.
         known = self.engine.config.vocab_size
         if 0 < left < len(ids) or max(ids, default=0) >= known:
-            self.grader.errors.setdefault("Flood", f"Flood: the environment's text has {len(ids)} tokens, "
-                                          f"but the response has room for only {left}; its largest token is "
-                                          f"{max(ids)}, and the model has {known}")
+            self.grader.errors.setdefault(
+                "Flood",
+                f"Flood: the environment's text has {len(ids)} tokens, "
+                f"but the response has room for only {left}; its largest token is "
+                f"{max(ids)}, and the model has {known}",
+            )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
         if len(ids) >= left:
@@ -312,20 +372,36 @@ class Trajectories:
             elif s.env_reward is not None:
                 reward, reason = s.env_reward, reason_of(s.env_reward)
             self.graded[key] = replace(
-                s, reward=reward, reason=reason, answer=answer, grader=terms[0].name,
+                s,
+                reward=reward,
+                reason=reason,
+                answer=answer,
+                grader=terms[0].name,
                 weight=terms[0].weight,
                 parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
-                failed=tuple(t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"))
+                failed=tuple(
+                    t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"
+                ),
+            )
         return [self.graded[key] for key in sorted(self.graded)]
 
 
 # --- rollouts
 
 
-def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: int, temperature: float,
-            max_tokens: int, key: tuple[int, ...], version: int, progress: Callable = lambda: None,
-            carried: Sequence[Sample] | None = None,
-            top_p: float = 1.0) -> tuple[list[Sample], list[Sample]]:
+def rollout(
+    engine: Engine,
+    grader: Grader,
+    problems: Mapping[int, Problem],
+    n: int,
+    temperature: float,
+    max_tokens: int,
+    key: tuple[int, ...],
+    version: int,
+    progress: Callable = lambda: None,
+    carried: Sequence[Sample] | None = None,
+    top_p: float = 1.0,
+) -> tuple[list[Sample], list[Sample]]:
     """Sample and grade `n` responses to each problem. All ranks must call this function together. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
     2. with --carry: the rest of this rank's trajectories, for the next step. Otherwise an empty list.
@@ -344,8 +420,12 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     trajectories.add(carried or ())
     # At temperature 0, all samples of a prompt are equal, so one is enough. With --carry, `problems` also has
     # the prompts of carried samples. These prompts get no new samples.
-    new = [(i, j) for i in problems if not carries or step_of(i, cfg) == version
-           for j in range(n if temperature else 1)]
+    new = [
+        (i, j)
+        for i in problems
+        if not carries or step_of(i, cfg) == version
+        for j in range(n if temperature else 1)
+    ]
     old = dist.gather_all(trajectories.open) if carries else ()  # from all ranks
     home = deal([*new, *old], engine)  # key -> rank
     trajectories.begin([k for k in new if home[k] == engine.rank], version)
@@ -365,8 +445,14 @@ def rollout(engine: Engine, grader: Grader, problems: Mapping[int, Problem], n: 
     return samples, left
 
 
-def sample_until_enough(trajectories: Trajectories, temperature: float, key: tuple[int, ...], version: int,
-                        progress: Callable, carries: bool) -> set[Key] | None:
+def sample_until_enough(
+    trajectories: Trajectories,
+    temperature: float,
+    key: tuple[int, ...],
+    version: int,
+    progress: Callable,
+    carries: bool,
+) -> set[Key] | None:
     """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories:
     with --round_len those on all ranks, otherwise those on the ranks of this rank's engine. Returns None if a
     signal has aborted sampling.
@@ -390,7 +476,7 @@ def sample_until_enough(trajectories: Trajectories, temperature: float, key: tup
             ready = sorted(k for k in complete if k[0] not in waits)
             too_old = any(version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
             if len(ready) >= cfg.samples_per_step and not too_old:
-                return set(ready[:cfg.samples_per_step])
+                return set(ready[: cfg.samples_per_step])
         elif not unfinished:
             return set(complete)
         if shares:
@@ -412,7 +498,9 @@ def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     """Move samples so that all samples of a prompt are on one rank. All ranks must call this function.
     Returns this rank's samples, ordered by (prompt_id, sample_id)."""
-    outgoing = [[s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)]
+    outgoing = [
+        [s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)
+    ]
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
@@ -425,7 +513,7 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
     # If the ranks can't have equal numbers, the fullest ranks keep one trajectory more, so that fewer move.
     fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
     share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
-    surplus = [key for r in range(ranks) for key in held[r][share[r]:]]
+    surplus = [key for r in range(ranks) for key in held[r][share[r] :]]
     room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
     return dict(zip(surplus, room, strict=True))
 
@@ -438,11 +526,11 @@ Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> value 
 def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns a dict: metric -> list with one value for each problem. Each problem has `n` samples.
 
-        avg@n         mean reward
-        pass@k        see `pass_at`; k = 2, 4, 8, … up to n, and n
-        maj@n         see `majority`; for n above 2
-        response_len  mean number of tokens
-        truncated     fraction cut at the length limit"""
+    avg@n         mean reward
+    pass@k        see `pass_at`; k = 2, 4, 8, … up to n, and n
+    maj@n         see `majority`; for n above 2
+    response_len  mean number of tokens
+    truncated     fraction cut at the length limit"""
     groups = group_by_prompt(samples)
     right = [sum(s.right for s in group) for group in groups]
     metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
@@ -483,33 +571,48 @@ def mean(values: Sequence[float]) -> float:
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
-    same = {name: getattr(s, name) for name in "prompt_id sample_id answer reward reason stopped".split()}
-    row = same | dict(score=s.score, terms=s.entered, problem=problem.text, gold=problem.answer,
-                      response=s.text, tokens=len(s.ids))
+    same = {
+        name: getattr(s, name)
+        for name in "prompt_id sample_id answer reward reason stopped".split()
+    }
+    row = same | dict(
+        score=s.score,
+        terms=s.entered,
+        problem=problem.text,
+        gold=problem.answer,
+        response=s.text,
+        tokens=len(s.ids),
+    )
     if problem.fields:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:
         row |= dict(turns=s.turns, segments=s.segments)
     if save_logps:
-        row |= dict(ids=s.ids.tolist(), logps=[
-            round(x, 4) if of_policy else None
-            for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)])
+        row |= dict(
+            ids=s.ids.tolist(),
+            logps=[
+                round(x, 4) if of_policy else None
+                for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)
+            ],
+        )
     return row
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
     """Returns a dict: name of an evaluation set -> its problems. Each file of --eval_data is one set. Raises
     UserError as set_names and load_problems do."""
-    return {name: load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
-            for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)}
+    return {
+        name: load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
+        for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)
+    }
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
     """Returns a short name for each evaluation file. Raises UserError if two files can't get different names.
 
-        eval_sets/aime2024.json                          aime2024
-        gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
-        openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
+    eval_sets/aime2024.json                          aime2024
+    gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
+    openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
     parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
@@ -519,12 +622,20 @@ def set_names(paths: Sequence[str]) -> list[str]:
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    raise UserError(f"two files of --eval_data would have the same name: {' '.join(paths)}; "
-                    "needed: each file once, and different file names")
+    raise UserError(
+        f"two files of --eval_data would have the same name: {' '.join(paths)}; "
+        "needed: each file once, and different file names"
+    )
 
 
-def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: int,
-               progress: Callable = lambda: None) -> tuple[Scores, list[dict]]:
+def score_sets(
+    engine: Engine,
+    grader: Grader,
+    sets: Sets,
+    cfg: Config,
+    step: int,
+    progress: Callable = lambda: None,
+) -> tuple[Scores, list[dict]]:
     """Sample and grade responses to the problems of each evaluation set. Returns, the same on every rank,
     1. the scores (see Scores above);
     2. one row for each response (see `sample_row`).
@@ -533,14 +644,26 @@ def score_sets(engine: Engine, grader: Grader, sets: Sets, cfg: Config, step: in
     scores, rows = {}, []
     for i, (name, problems) in enumerate(sets.items()):
         n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
-        key = zlib.crc32(name.encode())  # not `i`: an added evaluation set changes no response of the others
-        samples, _ = rollout(engine, grader, dict(enumerate(problems)), n, temperature,
-                             cfg.eval_response_len or cfg.max_response_len, (cfg.seed, EVAL, key), step,
-                             progress, top_p=cfg.eval_top_p)
+        key = zlib.crc32(
+            name.encode()
+        )  # not `i`: an added evaluation set changes no response of the others
+        samples, _ = rollout(
+            engine,
+            grader,
+            dict(enumerate(problems)),
+            n,
+            temperature,
+            cfg.eval_response_len or cfg.max_response_len,
+            (cfg.seed, EVAL, key),
+            step,
+            progress,
+            top_p=cfg.eval_top_p,
+        )
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
-        rows += dist.gather_rows([{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps)
-                                  for s in samples])
+        rows += dist.gather_rows(
+            [{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
+        )
     return scores, rows
 
 
@@ -558,7 +681,9 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
 ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
-def make_engine(path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype) -> Engine:
+def make_engine(
+    path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype
+) -> Engine:
     """Returns a new engine for the model folder `path`. Raises UserError if it can't run this model."""
     check_engine_flags(path, cfg, device)
     return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
@@ -568,11 +693,19 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
     """Raises UserError for --tp without vLLM, or if the model in `path` does not support cfg.engine_len
     tokens (prompt plus response)."""
     kind = cfg.engine_kind(device.type == "cuda")
-    require(kind == "vllm" or cfg.tp == 1, f"--tp {cfg.tp} with --engine torch", "--engine vllm, or --tp 1")
+    require(
+        kind == "vllm" or cfg.tp == 1,
+        f"--tp {cfg.tp} with --engine torch",
+        "--engine vllm, or --tp 1",
+    )
     known = max_positions(load_config(path))
-    require(cfg.engine_len <= known, f"{path} has {known:,} positions, and a prompt with its response may "
-            f"take {cfg.engine_len:,}", "smaller --max_response_len or --eval_response_len, "
-            f"--max_model_len {known}, or another --model")
+    require(
+        cfg.engine_len <= known,
+        f"{path} has {known:,} positions, and a prompt with its response may "
+        f"take {cfg.engine_len:,}",
+        "smaller --max_response_len or --eval_response_len, "
+        f"--max_model_len {known}, or another --model",
+    )
 
 
 def max_positions(config: Any) -> float:
@@ -591,5 +724,11 @@ def make_grader(cfg: Config, say: Say = print) -> Grader:
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)
-    return Grader(cfg.grade_workers, cfg.grade_deadline, [t.custom for t in terms if t.custom],
-                  cfg.env, say, dist.stop_signal)
+    return Grader(
+        cfg.grade_workers,
+        cfg.grade_deadline,
+        [t.custom for t in terms if t.custom],
+        cfg.env,
+        say,
+        dist.stop_signal,
+    )

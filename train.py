@@ -41,14 +41,18 @@ from configs import (
 )
 from guard.lock import FolderLock
 
-if __name__ == "__main__":  # before the slow `import torch`: --help and wrong flags get a quick answer
+if (
+    __name__ == "__main__"
+):  # before the slow `import torch`: --help and wrong flags get a quick answer
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
         if os.environ.get("RANK", "0") == "0":
             FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # no traceback if ctrl-C comes during the start
+    signal.signal(
+        signal.SIGINT, lambda *_: sys.exit(130)
+    )  # no traceback if ctrl-C comes during the start
     if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
         import dist  # not at the top: dist imports torch, which is slow
 
@@ -165,8 +169,10 @@ def main(cfg: Config) -> bool:
             if done:
                 finish(run)
             else:
-                run.log.say(f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
-                            "the same command continues the run")
+                run.log.say(
+                    f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
+                    "the same command continues the run"
+                )
         run.grader.close()
         if run.world.main:
             folder = Path(os.path.relpath(run.log.out))
@@ -186,7 +192,9 @@ def train(run: Run) -> bool:
     """Run the remaining steps. Returns True after the last step. Returns False if a signal such as ctrl-C
     stopped the run; then a checkpoint of the finished steps is saved."""
     cfg, world, policy, log = run.cfg, run.world, run.policy, run.log
-    for step in range(run.start, cfg.steps + 1):  # iteration cfg.steps only evaluates the final policy
+    for step in range(
+        run.start, cfg.steps + 1
+    ):  # iteration cfg.steps only evaluates the final policy
         start, meter = time.perf_counter(), Meter(world.device)
         with run.engine.awake(dist.full_weights(policy.model, world.device), version=step):
             metrics = evaluate(run, step)
@@ -217,7 +225,14 @@ def train(run: Run) -> bool:
 
 def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
     """Train on a step's samples: compute log-probs and advantages, then update critic and policy."""
-    cfg, world, policy, critic, ref, log = run.cfg, run.world, run.policy, run.critic, run.ref, run.log
+    cfg, world, policy, critic, ref, log = (
+        run.cfg,
+        run.world,
+        run.policy,
+        run.critic,
+        run.ref,
+        run.log,
+    )
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
@@ -228,7 +243,9 @@ def learn(run: Run, step: int, minibatches: Minibatches, meter: Meter) -> None:
         with dist.phase("old_logp"), resident(replace(policy, optimizer=None), world):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
             for p in sum(minibatches, []):
-                meter.add_mean_and_max("logp_gap", (p.old_logp - p.engine_logp)[p.fresh_tokens].abs())
+                meter.add_mean_and_max(
+                    "logp_gap", (p.old_logp - p.engine_logp)[p.fresh_tokens].abs()
+                )
     if critic:
         with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
@@ -258,7 +275,9 @@ def finish(run: Run) -> None:
         weights = dist.full_weights(role.model, run.world.device)
         saved, source = run.saver.facts, ckpt.source_of(role.name, vars(run.cfg))
         read = dist.together(ckpt.model_facts, source, run.tokenizer, role.name)
-        dist.together(ckpt.check_read, run.log.out, saved, read, f"the files that {source} had at the start")
+        dist.together(
+            ckpt.check_read, run.log.out, saved, read, f"the files that {source} had at the start"
+        )
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, saved)
         folder = run.log.out / "export" / role.name
         replaced = ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)
@@ -275,8 +294,12 @@ def prepare(cfg: Config) -> Run:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
-    cfg = replace(cfg, model=resolve(cfg.model), critic_model=resolve(cfg.critic_model),
-                  ref_model=resolve(cfg.ref_model))
+    cfg = replace(
+        cfg,
+        model=resolve(cfg.model),
+        critic_model=resolve(cfg.critic_model),
+        ref_model=resolve(cfg.ref_model),
+    )
     plan.check_ranks(cfg, world.size)
     lock = FolderLock(Path(cfg.out).absolute() / "lock")
     try:
@@ -293,19 +316,24 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     out = lock.file.parent
     found = dist.together(ckpt.find, out, cfg.resume)
     origin = dist.together(ckpt.named, cfg.start_from) if cfg.start_from and not found else None
-    check_same("starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share")
+    check_same(
+        "starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share"
+    )
     with ExitStack() as stack:
         dist.together(stack.enter_context, ckpt.hold(found or origin))
         return load_from(found, origin, cfg, world, lock)
 
 
-def load_from(found: Path | None, origin: Path | None, cfg: Config, world: dist.World,
-              lock: FolderLock) -> Run:
+def load_from(
+    found: Path | None, origin: Path | None, cfg: Config, world: dist.World, lock: FolderLock
+) -> Run:
     """Do the work of `load`. found: the checkpoint that continues, or None. origin: the checkpoint of
     --start_from, or None"""
     out, say = lock.file.parent, show if world.main else lambda text: None
     saved = ckpt.read_state(found) if found else {"step": 0, "config": {"date": ""}, "noted": {}}
-    own = found is None or found.parent.parent == out  # False: --resume names a checkpoint in another folder
+    own = (
+        found is None or found.parent.parent == out
+    )  # False: --resume names a checkpoint in another folder
     if found:  # a resumed run keeps its first --start_from
         for flag in ("start_from", "resume"):
             if own and getattr(cfg, flag) not in ("", "auto", "never", saved["config"][flag]):
@@ -334,9 +362,14 @@ def load_from(found: Path | None, origin: Path | None, cfg: Config, world: dist.
     solved = {int(i): step for i, step in saved.get("solved", {}).items() if step <= start}
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.
-    facts = {"config": asdict(cfg), "ranks": world.size, "noted": noted, "solved": solved,
-             "read": saved.get("read", {}) | read}
-    carried = ckpt.read_carried(found)[world.rank::world.size] if found else []
+    facts = {
+        "config": asdict(cfg),
+        "ranks": world.size,
+        "noted": noted,
+        "solved": solved,
+        "read": saved.get("read", {}) | read,
+    }
+    carried = ckpt.read_carried(found)[world.rank :: world.size] if found else []
     taken = ckpt.resume(found, saved, models, facts) if found else ""
     if origin:
         taken = ckpt.start_from(origin, models, facts)
@@ -347,12 +380,30 @@ def load_from(found: Path | None, origin: Path | None, cfg: Config, world: dist.
     for line in filter(None, (agreement, taken, dist.start_line())):
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
-    return Run(cfg, world, problems, held_out, tokenizer, grader, engine, policy, critic, ref, start,
-               carried, solved, saver, log, lock)
+    return Run(
+        cfg,
+        world,
+        problems,
+        held_out,
+        tokenizer,
+        grader,
+        engine,
+        policy,
+        critic,
+        ref,
+        start,
+        carried,
+        solved,
+        saver,
+        log,
+        lock,
+    )
 
 
 @dist.starting("data")
-def load_data(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool) -> tuple[list[Problem], Sets]:
+def load_data(
+    cfg: Config, tokenizer: Any, say: Say, keep_fields: bool
+) -> tuple[list[Problem], Sets]:
     """Returns the problems of --data, and the evaluation sets. Raises UserError if a file can't be used or a
     check fails."""
     check_vocabularies(cfg, tokenizer)
@@ -381,7 +432,11 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if case.offloads else world.device
     model = load_policy(cfg.model, device, partial(shard_fn, **case.kept["policy"]._asdict()))
-    policy, critic, ref = Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)), None, None
+    policy, critic, ref = (
+        Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)),
+        None,
+        None,
+    )
     if cfg.algo == "ppo":
         shard_critic = partial(shard_fn, **case.kept["critic"]._asdict())
         model = load_critic(cfg.critic_model or cfg.model, device, shard_critic, cfg.seed)
@@ -394,8 +449,14 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
 
 def make_optimizer(model: nn.Module, lr: float, cfg: Config) -> torch.optim.Optimizer:
     """Returns a new AdamW optimizer. Checkpoints save its state. Another optimizer: see docs/forking.md."""
-    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, weight_decay=cfg.weight_decay,
-                             eps=cfg.adam_eps, fused=True)  # one kernel for all weights
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=lr,
+        betas=cfg.betas,
+        weight_decay=cfg.weight_decay,
+        eps=cfg.adam_eps,
+        fused=True,
+    )  # one kernel for all weights
 
 
 def resident(role: Role, world: dist.World):
@@ -416,7 +477,9 @@ def refresh_ref(run: Run, step: int) -> None:
 # --- sampling
 
 
-def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
+def sample_step(
+    run: Run, step: int, meter: Meter
+) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Sample and grade the responses of a step. Returns
     1. the batch: the problems of the step, the same list on all ranks;
     2. this rank's graded samples, ordered by (prompt_id, sample_id). prompt_id is an index into the batch;
@@ -432,14 +495,17 @@ def sample_step(run: Run, step: int, meter: Meter) -> tuple[list[Problem], list[
         meter.add("solved", len(run.solved), len(run.problems))
     if step == 0:
         save_samples(run, step, batch, samples)  # now, because first_look may end the run
-        first_look(cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values()))
+        first_look(
+            cfg, run.tokenizer, batch, samples, run.log.say, list(run.grader.errors.values())
+        )
     if cfg.resample_rounds and not dist.stop_requested():
         batch, samples = resample(run, step, batch, samples)
     return batch, samples, carried
 
 
-def draw_and_carry(run: Run, step: int,
-                   meter: Meter) -> tuple[list[Problem], list[Sample], list[Sample]]:
+def draw_and_carry(
+    run: Run, step: int, meter: Meter
+) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Do the sampling of `sample_step` with --carry: continue the previous step's trajectories and begin new
     ones, in all more than this step trains on. Returns the same three values as `sample_step`. The batch has
     only the prompts that this step trains on."""
@@ -459,8 +525,9 @@ def draw_and_carry(run: Run, step: int,
 
 
 @dist.phase("rollout")
-def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
-         carried: Sequence[Sample] = ()) -> tuple[list[Sample], list[Sample]]:
+def draw(
+    run: Run, problems: Mapping[int, Problem], key: tuple[int, ...], carried: Sequence[Sample] = ()
+) -> tuple[list[Sample], list[Sample]]:
     """Call `rollout` with the settings of training. Add the extra rewards (rollout.REWARD_PARTS) to the
     samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
     trajectories that the next step continues.
@@ -470,20 +537,32 @@ def draw(run: Run, problems: Mapping[int, Problem], key: tuple[int, ...],
     # With --carry, `problems` has more prompts than this step finishes.
     prompts = min(len(problems), cfg.prompts_per_step)
     with run.log.bar("Rollout", prompts * cfg.samples_per_prompt // run.engine.ranks) as bar:
-        samples, left = rollout(run.engine, run.grader, problems, cfg.samples_per_prompt, cfg.temperature,
-                                cfg.max_response_len, (cfg.seed, TRAIN, *key), key[0],
-                                bar.update, carried)
+        samples, left = rollout(
+            run.engine,
+            run.grader,
+            problems,
+            cfg.samples_per_prompt,
+            cfg.temperature,
+            cfg.max_response_len,
+            (cfg.seed, TRAIN, *key),
+            key[0],
+            bar.update,
+            carried,
+        )
     dist.together(run.grader.check)
     if cfg.skip_solved:
         for i in dist.gather_all(
-                problems[g[0].prompt_id].index for g in group_by_prompt(samples)
-                if sum(s.right for s in g) / cfg.samples_per_prompt >= cfg.skip_solved):
+            problems[g[0].prompt_id].index
+            for g in group_by_prompt(samples)
+            if sum(s.right for s in g) / cfg.samples_per_prompt >= cfg.skip_solved
+        ):
             run.solved.setdefault(i, key[0] + 1)
     return shape_rewards(samples, cfg), left
 
 
-def resample(run: Run, step: int, batch: list[Problem],
-             samples: list[Sample]) -> tuple[list[Problem], list[Sample]]:
+def resample(
+    run: Run, step: int, batch: list[Problem], samples: list[Sample]
+) -> tuple[list[Problem], list[Sample]]:
     """Replace uniform prompts, in at most --resample_rounds rounds (DAPO's dynamic sampling, arXiv
     2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new batch
     and this rank's samples."""
@@ -502,9 +581,11 @@ def resample(run: Run, step: int, batch: list[Problem],
         samples = sorted(drawn, key=lambda s: s.key)
         uniform = uniform_prompts(samples)
     if uniform:
-        run.log.alarm(f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
-                      f"{cfg.resample_rounds} rounds (--resample_rounds): these prompts are too "
-                      "easy or too hard for the policy")
+        run.log.alarm(
+            f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
+            f"{cfg.resample_rounds} rounds (--resample_rounds): these prompts are too "
+            "easy or too hard for the policy"
+        )
     return batch, samples
 
 
@@ -526,8 +607,11 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step, bar.update)
     if cfg.save_samples != "none":
         run.log.save_samples("eval", step, rows)
-    return {f"eval/{name}/{metric}": mean(values)
-            for name, metrics in scores.items() for metric, values in metrics.items()}
+    return {
+        f"eval/{name}/{metric}": mean(values)
+        for name, metrics in scores.items()
+        for metric, values in metrics.items()
+    }
 
 
 def save_samples(run: Run, step: int, batch: list[Problem], samples: list[Sample]) -> None:
@@ -551,20 +635,35 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
     the same rank. With --drop_uniform, a prompt whose samples all have the same score is not in the loss."""
     sizes = {len(group) for group in group_by_prompt(samples)}
-    assert sizes <= {cfg.samples_per_prompt}, f"not {cfg.samples_per_prompt} samples of each prompt: {sizes}"
+    assert sizes <= {cfg.samples_per_prompt}, (
+        f"not {cfg.samples_per_prompt} samples of each prompt: {sizes}"
+    )
     # (P, n): P prompts with n samples each
-    scores = torch.tensor([s.score for s in samples], dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+    scores = torch.tensor([s.score for s in samples], dtype=torch.float64).view(
+        -1, cfg.samples_per_prompt
+    )
     advantages = grpo.group_advantages(scores, cfg.advantage)
-    keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(cfg.samples_per_prompt)
+    keep = (grpo.keep_groups(scores) | (not cfg.drop_uniform)).repeat_interleave(
+        cfg.samples_per_prompt
+    )
     if cfg.advantage == "group_mean_batch_std":
         kept = advantages.flatten()[keep]
         advantages /= grpo.batch_std(dist.all_sum(torch.stack([keep.sum(), (kept * kept).sum()])))
-    return [replace(s, advantage=a, in_loss=s.in_loss and k)
-            for s, a, k in zip(samples, advantages.flatten().tolist(), keep.tolist(), strict=True)]
+    return [
+        replace(s, advantage=a, in_loss=s.in_loss and k)
+        for s, a, k in zip(samples, advantages.flatten().tolist(), keep.tolist(), strict=True)
+    ]
 
 
-def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, world: dist.World,
-               model: nn.Module, meter: Meter) -> Minibatches:
+def make_packs(
+    samples: list[Sample],
+    n_prompts: int,
+    step: int,
+    cfg: Config,
+    world: dist.World,
+    model: nn.Module,
+    meter: Meter,
+) -> Minibatches:
     """Distribute the samples over the ranks, in packs. Returns this rank's packs, one list for each
     minibatch. Every rank gets about equal work and the same number of packs."""
     keys, prompts, lengths = number_samples(samples, n_prompts, cfg.samples_per_prompt)
@@ -574,8 +673,10 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, keys, layout, torch.from_numpy(prompts))
     version = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
-    minibatches = [[pack(some, version).to(world.device) for some in minibatch]
-                   for minibatch in dist.balance(samples, keys, layout)]
+    minibatches = [
+        [pack(some, version).to(world.device) for some in minibatch]
+        for minibatch in dist.balance(samples, keys, layout)
+    ]
     packs = [p for minibatch in minibatches for p in minibatch if p.responses]
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
@@ -586,8 +687,9 @@ def make_packs(samples: list[Sample], n_prompts: int, step: int, cfg: Config, wo
     return minibatches
 
 
-def number_samples(samples: list[Sample], n_prompts: int,
-                   n: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+def number_samples(
+    samples: list[Sample], n_prompts: int, n: int
+) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Number the S samples of all ranks in the order of (prompt_id, sample_id), so that all ranks compute the
     same layout of packs. Returns
     1. the numbers (0 to S - 1) of this rank's samples;
@@ -604,8 +706,9 @@ def number_samples(samples: list[Sample], n_prompts: int,
     return np.searchsorted(found, places).tolist(), found // n, tokens[found]
 
 
-def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.Layout,
-                      prompts: Tensor) -> list[Sample]:
+def add_prompt_shares(
+    samples: list[Sample], keys: Sequence[int], layout: dist.Layout, prompts: Tensor
+) -> list[Sample]:
     """Returns copies of the samples with `prompt_share` set to 1 / (tokens of the prompt in the minibatch's
     loss × number of prompts in this loss). --aggregation prompt multiplies each token's loss by prompt_share.
 
@@ -613,11 +716,15 @@ def add_prompt_shares(samples: list[Sample], keys: Sequence[int], layout: dist.L
     layout[minibatch][rank][pack]: indices of the pack's samples among the samples of all ranks
     prompts: prompt_id of each sample of all ranks"""
     tokens, share = torch.zeros(len(prompts), dtype=torch.int64), torch.zeros(len(prompts))
-    tokens[keys] = torch.tensor([int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64)
+    tokens[keys] = torch.tensor(
+        [int(s.is_sampled.sum()) * s.in_loss for s in samples], dtype=torch.int64
+    )
     tokens = dist.all_sum(tokens)
     for ranks in layout:
         chosen = torch.tensor([i for packs in ranks for indices in packs for i in indices])
-        of_prompt = torch.zeros(int(prompts.max()) + 1).index_add(0, prompts[chosen], tokens[chosen].float())
+        of_prompt = torch.zeros(int(prompts.max()) + 1).index_add(
+            0, prompts[chosen], tokens[chosen].float()
+        )
         count = (of_prompt > 0).sum().clamp(min=1)
         share[chosen] = 1 / (of_prompt[prompts[chosen]].clamp(min=1) * count)
     return [replace(s, prompt_share=x) for s, x in zip(samples, share[keys].tolist(), strict=True)]
@@ -630,21 +737,27 @@ def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
     """Returns the minibatches with the role's log-probs in `field`: "old_logp" or "ref_logp"."""
-    return each(minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]}))
+    return each(
+        minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]})
+    )
 
 
 @torch.no_grad()
-def estimate_advantages(critic: Role | None, minibatches: Minibatches, cfg: Config,
-                        meter: Meter) -> Minibatches:
+def estimate_advantages(
+    critic: Role | None, minibatches: Minibatches, cfg: Config, meter: Meter
+) -> Minibatches:
     """Returns the minibatches with values, returns and whitened advantages. Without a critic, all values are
     0 (REINFORCE++, arXiv 2501.03262)."""
+
     def estimate(p):
         v, rewards = critic.model(p) if critic else torch.zeros_like(p.rewards), p.rewards
         if cfg.kl_coef and cfg.kl_in == "reward":
             kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
-        for name, x in (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ():
+        for name, x in (
+            (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ()
+        ):
             x = x[p.loss_tokens].double()
             meter.add(name, x.sum(), len(x))
             meter.add(f"{name}²", (x * x).sum(), len(x))
@@ -658,7 +771,9 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
     of the step, on all ranks."""
     packs = sum(minibatches, [])
     stats = dist.all_sum(sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs))
-    return each(minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats)))
+    return each(
+        minibatches, lambda p: replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats))
+    )
 
 
 # --- updates
@@ -668,7 +783,7 @@ def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
     """Returns `count` lists of packs, one for each update. If there are more minibatches than updates, an
     update gets the packs of several neighbouring minibatches."""
     size = len(minibatches) // count
-    return [sum(minibatches[i * size:(i + 1) * size], []) for i in range(count)]
+    return [sum(minibatches[i * size : (i + 1) * size], []) for i in range(count)]
 
 
 def counts(packs: Sequence[Pack]) -> tuple[float, float]:
@@ -677,17 +792,33 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
     return tuple(dist.all_sum(here).tolist())
 
 
-def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: int, cfg: Config,
-               meter: Meter, log: Logger) -> None:
+def train_role(
+    role: Role,
+    pack_loss: Callable,
+    minibatches: Minibatches,
+    step: int,
+    cfg: Config,
+    meter: Meter,
+    log: Logger,
+) -> None:
     """Do all updates of a step for one role."""
-    updates, passes = updates_of(minibatches, getattr(cfg, f"{role.name}_updates")), cfg.passes_per_step
+    updates, passes = (
+        updates_of(minibatches, getattr(cfg, f"{role.name}_updates")),
+        cfg.passes_per_step,
+    )
     for n in range(passes):
-        with log.bar(f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))) as bar:
+        with log.bar(
+            f"{role.name.title()} Train epoch [{n + 1}/{passes}]", sum(map(len, updates))
+        ) as bar:
             for i, packs in enumerate(updates, n * len(updates)):
                 denominators, lr = counts(packs), cfg.lr(role.name, step, i)
-                if denominators[0] == 0:  # even without gradients, AdamW's momentum would move the weights
-                    log.alarm(f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
-                              step)
+                if (
+                    denominators[0] == 0
+                ):  # even without gradients, AdamW's momentum would move the weights
+                    log.alarm(
+                        f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
+                        step,
+                    )
                     continue
                 meter.add(f"lr/{role.name}", lr, 1)
                 for p in dist.accumulate(role.model, packs):
@@ -698,8 +829,9 @@ def train_role(role: Role, pack_loss: Callable, minibatches: Minibatches, step: 
                 update(role, packs, lr, step, cfg, meter, log)
 
 
-def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
-                     meter: Meter) -> Tensor:
+def critic_pack_loss(
+    model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config, meter: Meter
+) -> Tensor:
     """Returns the value loss of one pack. An update's loss is the sum over its packs on all ranks.
 
     tokens: number of tokens in the loss of the whole update
@@ -709,8 +841,9 @@ def critic_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
     return loss
 
 
-def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config,
-                     meter: Meter) -> Tensor:
+def policy_pack_loss(
+    model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config, meter: Meter
+) -> Tensor:
     """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
     tokens, responses: numbers of tokens and responses in the loss of the whole update"""
@@ -720,18 +853,37 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
         old = logp.detach()
         meter.add_mean_and_max("logp_gap", (old - p.engine_logp)[p.fresh_tokens].abs())
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    weight, cut = grpo.mismatch_weight(old, p.engine_logp, p.mask, segment, cfg.mismatch,
-                                       *cfg.mismatch_bounds)
+    weight, cut = grpo.mismatch_weight(
+        old, p.engine_logp, p.mask, segment, cfg.mismatch, *cfg.mismatch_bounds
+    )
     correction = 1.0 if cfg.mismatch == "none" else weight
     weights = p.mask / tokens
     if cfg.algo == "ppo":
-        loss, clipped = ppo.policy_loss(logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high,
-                                        correction)
+        loss, clipped = ppo.policy_loss(
+            logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high, correction
+        )
     else:
-        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, tokens, responses,
-                                     cfg.max_response_len, p.prompt_share)
-        loss, clipped = grpo.policy_loss(logp, old, p.advantages, p.mask, segment, weights, cfg.ratio,
-                                         cfg.clip_low, cfg.clip_high, correction)
+        weights = grpo.token_weights(
+            p.mask,
+            segment,
+            cfg.aggregation,
+            tokens,
+            responses,
+            cfg.max_response_len,
+            p.prompt_share,
+        )
+        loss, clipped = grpo.policy_loss(
+            logp,
+            old,
+            p.advantages,
+            p.mask,
+            segment,
+            weights,
+            cfg.ratio,
+            cfg.clip_low,
+            cfg.clip_high,
+            correction,
+        )
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,
@@ -745,7 +897,10 @@ def policy_pack_loss(model: nn.Module, p: Pack, tokens: float, responses: float,
         sums["kl"] = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         if cfg.kl_coef and cfg.kl_in == "loss":
             # The same weights as in the policy's loss, because the same engine sampled the tokens.
-            loss = loss + cfg.kl_coef * (ppo.kl_loss(logp, old, p.ref_logp) * correction * weights).sum()
+            loss = (
+                loss
+                + cfg.kl_coef * (ppo.kl_loss(logp, old, p.ref_logp) * correction * weights).sum()
+            )
     if cfg.entropy_coef:
         loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
@@ -758,16 +913,19 @@ def check_gap(meter: Meter, cfg: Config) -> None:
     this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
     total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
     gap = total / max(tokens, 1)
-    require(gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
-            f"engine and trainer differ by {gap:.3g} nats a token on average "
-            f"(--max_logp_gap {cfg.max_logp_gap}); likely causes, in order: weights "
-            "that didn't arrive, a stale prefix cache, another temperature or dtype",
-            "a fix of the cause, or a larger --max_logp_gap if the dtype is "
-            "imprecise; nothing of this step is saved")
+    require(
+        gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
+        f"engine and trainer differ by {gap:.3g} nats a token on average "
+        f"(--max_logp_gap {cfg.max_logp_gap}); likely causes, in order: weights "
+        "that didn't arrive, a stale prefix cache, another temperature or dtype",
+        "a fix of the cause, or a larger --max_logp_gap if the dtype is "
+        "imprecise; nothing of this step is saved",
+    )
 
 
-def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter,
-           log: Logger) -> None:
+def update(
+    role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter, log: Logger
+) -> None:
     """Clip the gradient and take one optimizer step. All ranks skip an update whose gradient is not finite,
     and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
@@ -780,15 +938,19 @@ def update(role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, met
     else:
         role.skipped += 1
         dumped = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
-        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped, {dumped}", step)
+        log.alarm(
+            f"the {role.name}'s gradient is not finite; the update is skipped, {dumped}", step
+        )
     role.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", not finite, 1)
     if role.skipped == 3:
         saved = next((p.name for p in reversed(ckpt.complete(log.out))), "none")
-        raise UserError(f"three updates of the {role.name} in a row were not finite, the last "
-                        f"one in step {step}, and the last complete checkpoint is {saved}; "
-                        "needed: a look at nonfinite/, a smaller learning rate, or --dtype float32")
+        raise UserError(
+            f"three updates of the {role.name} in a row were not finite, the last "
+            f"one in step {step}, and the last complete checkpoint is {saved}; "
+            "needed: a look at nonfinite/, a smaller learning rate, or --dtype float32"
+        )
 
 
 # --- metrics
@@ -828,7 +990,9 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     m["response_len/std"] = variance("response_len") ** 0.5
     if "returns" in m:
         of_returns = variance("returns")
-        m["explained_variance"] = 1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
+        m["explained_variance"] = (
+            1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
+        )
         del m["value_error"]
     if m.get("mismatch/mean²"):
         m["ess"] = m["mismatch/mean"] ** 2 / m["mismatch/mean²"]
@@ -855,7 +1019,9 @@ if __name__ == "__main__":
         why = lost[0] if lost else why
         print(f"{where} failed in phase {dist.CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
         if lost:
-            time.sleep(2)  # let the failed peer end first, because torchrun prints the first failure
+            time.sleep(
+                2
+            )  # let the failed peer end first, because torchrun prints the first failure
         else:
             tell_torchrun(why)
         os._exit(1)  # not sys.exit, which waits for threads that may wait for another rank

@@ -66,7 +66,9 @@ class Cache:
     """Keys and values. Each layer has one tensor (2, pages, Hkv, tokens of a page, d), with the keys at index
     0 and the values at index 1, for Hkv heads of size d."""
 
-    def __init__(self, config: Any, pages: int, size: int, slots: int, width: int, like: Tensor) -> None:
+    def __init__(
+        self, config: Any, pages: int, size: int, slots: int, width: int, like: Tensor
+    ) -> None:
         """Allocate a cache.
 
         pages: number of pages, of `size` tokens each
@@ -95,8 +97,15 @@ class Cache:
         self.distance = position[:, None] - self.numbers[:tokens]
         self.masked = (self.distance < 0)[:, None, None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float,
-               window: int | None = None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
         """Store the keys and values (R, Hkv, d) of one new token of each of R responses. Returns the
         attention output (R, H, d) for these tokens. query: (R, H, d)."""
         self.write(layer, key, value)
@@ -121,7 +130,9 @@ class Pages(Cache):
         tests use on a CPU."""
         super().__init__(*sizes)
         self.kernel = kernel
-        self.cu_seqlens = torch.arange(len(self.table) + 1, dtype=torch.int32, device=self.table.device)
+        self.cu_seqlens = torch.arange(
+            len(self.table) + 1, dtype=torch.int32, device=self.table.device
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -184,12 +195,23 @@ class Pages(Cache):
         self.write(layer, key, value)
         keys, values = self.layers[layer].transpose(2, 3)
         slots = len(query)
-        return self.kernel(query, keys, values, self.cu_seqlens[:slots + 1], self.longest, scaling, window,
-                           self.used, self.table[:slots])
+        return self.kernel(
+            query,
+            keys,
+            values,
+            self.cu_seqlens[: slots + 1],
+            self.longest,
+            scaling,
+            window,
+            self.used,
+            self.table[:slots],
+        )
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values (slots, Hkv, tokens, d) of the responses in all slots of the step."""
-        pages = self.layers[layer][:, self.table[:len(self.used)]]  # (2, slots, width, Hkv, size, d)
+        pages = self.layers[layer][
+            :, self.table[: len(self.used)]
+        ]  # (2, slots, width, Hkv, size, d)
         return pages.transpose(2, 3).flatten(3, 4)
 
     def split(self, token: Tensor, ended: bool) -> None:
@@ -241,13 +263,13 @@ class Rows(Cache):
         slot = row.new_empty(self.rows).index_copy_(0, row, self.numbers[:slots])
         position = position[slot]
         self.end = int(position.max()) + 1
-        self.at = self.numbers[:self.rows], position
+        self.at = self.numbers[: self.rows], position
         self.mask(position, self.end)
         return slot, row
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values (rows, Hkv, tokens, d)."""
-        return self.layers[layer][:, :self.rows, :, :self.end]
+        return self.layers[layer][:, : self.rows, :, : self.end]
 
     def split(self, token: Tensor, ended: bool) -> None:
         """Give slots with one row and different tokens rows of their own. Drop the rows that no slot has.
@@ -270,7 +292,7 @@ class Rows(Cache):
         source, target = parents[~stays], is_free.nonzero()[:, 0]
         if len(target):
             for cached in self.layers:
-                cached[:, target, :, :self.end] = cached[:, source, :, :self.end]
+                cached[:, target, :, : self.end] = cached[:, source, :, : self.end]
         return parents.masked_scatter(~stays, target)
 
 
@@ -285,13 +307,25 @@ def paged_kernel() -> Callable:
     if "block_table" in inspect.signature(varlen_attn).parameters:
         return torch_kernel
     kernel = vllm_engine.paged_kernel()
-    configs.require(kernel is not None, f"--engine torch on a GPU: torch {torch.__version__} has no "
-                    "attention over pages", "torch 2.13 or newer, or vllm, whose kernel is then used")
+    configs.require(
+        kernel is not None,
+        f"--engine torch on a GPU: torch {torch.__version__} has no attention over pages",
+        "torch 2.13 or newer, or vllm, whose kernel is then used",
+    )
     return kernel
 
 
-def torch_kernel(query: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int,
-                 scaling: float, window: int | None, used: Tensor, table: Tensor) -> Tensor:
+def torch_kernel(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None,
+    used: Tensor,
+    table: Tensor,
+) -> Tensor:
     """Returns the attention output (n, H, d) for one token of each of n responses. query: (n, H, d).
 
     keys, values: (pages, size, Hkv, d)
@@ -303,8 +337,20 @@ def torch_kernel(query: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor
     # The last token attends to all tokens. Only without any limit does the kernel read keys and values once
     # for all query heads that share them.
     limits = (window - 1, 0) if window else (-1, -1)
-    return varlen_attn(query, keys, values, cu_seqlens, cu_seqlens, 1, longest, scale=scaling,
-                       window_size=limits, enable_gqa=True, seqused_k=used, block_table=table)
+    return varlen_attn(
+        query,
+        keys,
+        values,
+        cu_seqlens,
+        cu_seqlens,
+        1,
+        longest,
+        scale=scaling,
+        window_size=limits,
+        enable_gqa=True,
+        seqused_k=used,
+        block_table=table,
+    )
 
 
 # --- the model
@@ -322,8 +368,14 @@ class FusedDecoder:
         self.policy = policy
         self.fused = policy.config.model_type in LLAMA_LIKE
         if self.fused:
-            self.layers = [(layer, join(layer.self_attn, "q_proj", "k_proj", "v_proj"),
-                            join(layer.mlp, "gate_proj", "up_proj")) for layer in policy.model.layers]
+            self.layers = [
+                (
+                    layer,
+                    join(layer.self_attn, "q_proj", "k_proj", "v_proj"),
+                    join(layer.mlp, "gate_proj", "up_proj"),
+                )
+                for layer in policy.model.layers
+            ]
 
     def prepare(self, positions: int) -> None:
         """Compute the rotary embedding of the first `positions` positions."""
@@ -394,8 +446,12 @@ class Slots:
         self.draws = torch.zeros(count, steps, dtype=torch.float64, device=device)
         # The tokens and the log-probs of the steps since the last look. fp32 holds all numbers below 2^24.
         self.recent = torch.zeros(count, 2, look, device=device)
-        self.step = torch.zeros(1, dtype=torch.int64, device=device)  # number of steps since the last look
-        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}  # (batch, temperature, top_p) -> its step
+        self.step = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # number of steps since the last look
+        self.graphs: dict[
+            tuple, torch.cuda.CUDAGraph
+        ] = {}  # (batch, temperature, top_p) -> its step
 
     def batch(self) -> int:
         """Returns the number of slots of a decoding step. With pages, there are few numbers: 1, 2, 4, ..."""
@@ -410,9 +466,13 @@ class Slots:
         draws = np.zeros((len(new), self.draws.shape[1]))
         table = np.zeros((len(new), self.cache.table.shape[1]), np.int32)
         for j, r in enumerate(new):
-            draws[j, :r.limit] = uniforms((*key, *r.key), r.limit)
-            table[j, :len(r.pages)] = r.pages
-        for x, values in ((self.inputs, np.array(inputs)), (self.draws, draws), (self.cache.table, table)):
+            draws[j, : r.limit] = uniforms((*key, *r.key), r.limit)
+            table[j, : len(r.pages)] = r.pages
+        for x, values in (
+            (self.inputs, np.array(inputs)),
+            (self.draws, draws),
+            (self.cache.table, table),
+        ):
             x[places] = to_device(values, x.device)
 
     def keep(self, kept: Sequence[int]) -> None:
@@ -420,11 +480,11 @@ class Slots:
         self.responses = [self.responses[j] for j in kept]
         index = to_device(np.array(kept, np.int64), self.inputs.device)
         for x in (self.inputs, self.draws, self.cache.table):
-            x[:len(kept)] = x[index]
+            x[: len(kept)] = x[index]
             if self.is_paged:
-                x[len(kept):] = 0
+                x[len(kept) :] = 0
         if self.is_paged:  # `recent` has tokens that the host has not seen
-            self.recent[:len(kept)] = self.recent[index]
+            self.recent[: len(kept)] = self.recent[index]
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
         """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
@@ -447,7 +507,9 @@ class TorchEngine(Engine):
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
-        flash = self.device.type == "cuda" and dtype != torch.float32  # FlashAttention takes bf16 and fp16
+        flash = (
+            self.device.type == "cuda" and dtype != torch.float32
+        )  # FlashAttention takes bf16 and fp16
         self.kernel = paged_kernel() if flash else None
         self.page = configs.KV_PAGE if flash else 0  # tokens of a page; 0: rows
         self.look = LOOK
@@ -506,7 +568,9 @@ class TorchEngine(Engine):
             width = -(-cfg.engine_len // self.page)
             pages = self._pages(1 + cfg.max_num_seqs * width)
             self.decoder.prepare(width * self.page)
-            cache = Pages(self.config, pages, self.page, cfg.max_num_seqs, width, like, kernel=self.kernel)
+            cache = Pages(
+                self.config, pages, self.page, cfg.max_num_seqs, width, like, kernel=self.kernel
+            )
             self.slots = Slots(cache, cfg.max_num_seqs, cfg.engine_len, self.look)
         self.slots.responses = []
         self.slots.cache.clear()
@@ -537,8 +601,10 @@ class TorchEngine(Engine):
             slots.add(new, key)
         elif not slots.responses and waiting:
             r = waiting[0]
-            raise RuntimeError(f"the KV cache has no room for {len(r.prompt) + r.limit} tokens; needed: a "
-                               "larger --engine_share, or a smaller --max_response_len")
+            raise RuntimeError(
+                f"the KV cache has no room for {len(r.prompt) + r.limit} tokens; needed: a "
+                "larger --engine_share, or a smaller --max_response_len"
+            )
 
     def _prefill(self, cache):
         """Compute the keys and values of unread prompts, in packs."""
@@ -559,12 +625,13 @@ class TorchEngine(Engine):
         lengths = [r.read for r in pack]
         tokens = chain.from_iterable(r.prompt[:-1] for r in pack)
         position = np.concatenate([np.arange(n) for n in lengths])
-        page = np.concatenate([np.repeat(r.pages, cache.size)[:r.read] for r in pack])
+        page = np.concatenate([np.repeat(r.pages, cache.size)[: r.read] for r in pack])
         values = np.stack([np.fromiter(tokens, np.int64), position, page, position % cache.size])
         tokens, position, *cache.at = to_device(values, self.device)
         cu_seqlens = to_device(np.cumsum([0, *lengths], dtype=np.int32), self.device)
-        self.policy.hidden(tokens[None], position[None], segments=Segments(cu_seqlens, max(lengths)),
-                           cache=cache)
+        self.policy.hidden(
+            tokens[None], position[None], segments=Segments(cu_seqlens, max(lengths)), cache=cache
+        )
 
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
@@ -608,7 +675,9 @@ class TorchEngine(Engine):
         slots.recent[:batch].index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
         token.copy_(sampled)
-        position.copy_(torch.minimum(position + 1, last))  # past its end, a response stays in its pages
+        position.copy_(
+            torch.minimum(position + 1, last)
+        )  # past its end, a response stays in its pages
 
     def _look(self, slots, recent):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
@@ -627,7 +696,7 @@ class TorchEngine(Engine):
                 kept.append(slot)
         if ended:
             slots.keep([*kept, *range(len(recent), len(slots.responses))])
-        slots.cache.split(slots.inputs[:len(slots.responses), 0], bool(ended))
+        slots.cache.split(slots.inputs[: len(slots.responses), 0], bool(ended))
         return ended
 
     def _ends(self, r, new):
@@ -660,8 +729,9 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
 
 
-def sample_token(logits: Tensor, u: Tensor, temperature: float,
-                 top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def sample_token(
+    logits: Tensor, u: Tensor, temperature: float, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Returns tokens (B,), drawn from the nucleus of logits (B, V) / temperature, and their log-probs (B,) in
     nats. With temperature 0, the tokens are those with the highest logits.
 

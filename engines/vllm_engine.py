@@ -40,19 +40,40 @@ class VLLMEngine(Engine):
             _import_model(self.config.architectures)
         # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
         # a seed (vLLM 0.32).
-        options = (dict(gpu_memory_utilization=cfg.engine_share, enable_sleep_mode=True,
-                        compilation_config=GRAPHS)
-                   if self.device.type == "cuda" else
-                   dict(kv_cache_memory_bytes=2**28, enforce_eager=True, enable_chunked_prefill=False,
-                        max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs)))
-        with (dist.starting("engine"), self.engine_errors("to start"),
-              warnings.catch_warnings(action="ignore")):
+        options = (
+            dict(
+                gpu_memory_utilization=cfg.engine_share,
+                enable_sleep_mode=True,
+                compilation_config=GRAPHS,
+            )
+            if self.device.type == "cuda"
+            else dict(
+                kv_cache_memory_bytes=2**28,
+                enforce_eager=True,
+                enable_chunked_prefill=False,
+                max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs),
+            )
+        )
+        with (
+            dist.starting("engine"),
+            self.engine_errors("to start"),
+            warnings.catch_warnings(action="ignore"),
+        ):
             self.llm = LLM(
-                model=path, dtype=str(dtype).removeprefix("torch."), max_model_len=cfg.engine_len,
-                max_num_seqs=cfg.max_num_seqs, seed=self.rank // cfg.tp, tensor_parallel_size=cfg.tp,
-                distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
-                load_format="dummy", use_tqdm_on_load=False, enable_prefix_caching=True,
-                disable_log_stats=True, **options)
+                model=path,
+                dtype=str(dtype).removeprefix("torch."),
+                max_model_len=cfg.engine_len,
+                max_num_seqs=cfg.max_num_seqs,
+                seed=self.rank // cfg.tp,
+                tensor_parallel_size=cfg.tp,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="processed_logprobs",
+                load_format="dummy",
+                use_tqdm_on_load=False,
+                enable_prefix_caching=True,
+                disable_log_stats=True,
+                **options,
+            )
         self._sleep()
 
     def load(self, weights):
@@ -61,7 +82,9 @@ class VLLMEngine(Engine):
         # For some models, vLLM copies the embedding and the output layer only after it has received the last
         # weight. FSDP has then freed both tensors, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"
-        stream = ((name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights)
+        stream = (
+            (name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights
+        )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.apply_model(_repack_tied_head)
         torch.cuda.empty_cache()
@@ -107,15 +130,25 @@ class VLLMEngine(Engine):
 
         order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
         # logprobs=0: vLLM returns only the log-prob of the sampled token
-        params = [SamplingParams(
-            temperature=temperature, top_p=top_p, max_tokens=queued[k][1],
-            seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]), logprobs=0,
-            stop_token_ids=sorted(self.eos), detokenize=False) for k in order]
+        params = [
+            SamplingParams(
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=queued[k][1],
+                seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]),
+                logprobs=0,
+                stop_token_ids=sorted(self.eos),
+                detokenize=False,
+            )
+            for k in order
+        ]
         prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
         self.running = {i: (k, array("i"), array("f")) for i, k in zip(ids, order, strict=True)}
         engine = self.llm.llm_engine
-        engine.output_processor.abort_requests(ids, internal=True)  # only vLLM's core has the requests now
+        engine.output_processor.abort_requests(
+            ids, internal=True
+        )  # only vLLM's core has the requests now
         assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
 
     def _step(self):
@@ -123,7 +156,9 @@ class VLLMEngine(Engine):
         stop string ended it). The asserts check what this method relies on in vLLM's core."""
         core = self.llm.llm_engine.engine_core
         outputs = core.get_output().outputs
-        assert outputs or core.engine_core.scheduler.has_requests(), "vLLM ended requests without an output"
+        assert outputs or core.engine_core.scheduler.has_requests(), (
+            "vLLM ended requests without an output"
+        )
         ended = {}
         for output in outputs:
             # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
@@ -133,7 +168,9 @@ class VLLMEngine(Engine):
             key, ids, logp = self.running[output.request_id]
             reason = str(output.finish_reason)
             assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
-            assert len(output.new_token_ids) == 1, "vLLM returned several tokens of a response at once"
+            assert len(output.new_token_ids) == 1, (
+                "vLLM returned several tokens of a response at once"
+            )
             token, logprobs = output.new_token_ids[0], output.new_logprobs
             assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
             ids.append(token)
@@ -142,26 +179,39 @@ class VLLMEngine(Engine):
             if stopped or reason == "length":
                 ended[output.request_id] = key, ids, logp, stopped
                 del self.running[output.request_id]
-        core.abort_requests(list(ended))  # of the ended requests, vLLM still has those with a stop string
+        core.abort_requests(
+            list(ended)
+        )  # of the ended requests, vLLM still has those with a stop string
         return ended.values()
 
 
 def _import_vllm():
     """Returns vLLM's class LLM. Raises UserError if vLLM is missing, or if its version is not in VERSIONS and
     the environment variable TORZ_ANY_VLLM is not set."""
-    for name, value in dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR",
-                            VLLM_NO_USAGE_STATS="1").items():
+    for name, value in dict(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"
+    ).items():
         os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
-        torch._dynamo.config.disable = True  # otherwise vLLM's first call on a CPU compiles for 13 s
-    with explained("for --engine vllm, vllm can't be imported",
-                   "pip install -r requirements.txt, or --engine torch", ImportError):
+        torch._dynamo.config.disable = (
+            True  # otherwise vLLM's first call on a CPU compiles for 13 s
+        )
+    with explained(
+        "for --engine vllm, vllm can't be imported",
+        "pip install -r requirements.txt, or --engine torch",
+        ImportError,
+    ):
         from vllm import LLM, __version__
     # The "." after both versions lets 0.32 in VERSIONS match 0.32 and 0.32.1, but not 0.320.
-    tested = f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS)) or "TORZ_ANY_VLLM" in os.environ
-    require(tested, f"--engine vllm was not tested with vllm {__version__}",
-            f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine "
-            "torch")
+    tested = (
+        f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS))
+        or "TORZ_ANY_VLLM" in os.environ
+    )
+    require(
+        tested,
+        f"--engine vllm was not tested with vllm {__version__}",
+        f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
+    )
     return LLM
 
 
@@ -186,8 +236,19 @@ def paged_kernel():
 
     def kernel(query, keys, values, cu_seqlens, longest, scaling, window, used, table):
         return flash_attn_varlen_func(
-            query, keys, values, 1, cu_seqlens, longest, seqused_k=used, softmax_scale=scaling, causal=True,
-            window_size=[window - 1, 0] if window else None, block_table=table, fa_version=newest)
+            query,
+            keys,
+            values,
+            1,
+            cu_seqlens,
+            longest,
+            seqused_k=used,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=[window - 1, 0] if window else None,
+            block_table=table,
+            fa_version=newest,
+        )
 
     return kernel
 

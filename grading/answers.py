@@ -59,15 +59,34 @@ KINDS = ("math", "choice", "exact")
 
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
-STYLED = [("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"), ("[₀-₉]+", r"_{\g<0>}"), ("[¼½¾⅐-⅞]", r" \g<0>"),
-          ("ℝ", r"\\mathbb{R}")]
-CHARACTERS = str.maketrans({
-    **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
-    **dict(zip("π∞±≤≥≠∪∩∈∅θαβ", re.findall(
-        r"\S+ ", r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta "), strict=True)),
-    **dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""),  # the last 8 are invisible
-    "°": r"^\circ ", "€": r"\text{euros}", "£": r"\text{pounds}", "¢": r"\text{cents}",
-})
+STYLED = [
+    ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
+    ("[₀-₉]+", r"_{\g<0>}"),
+    ("[¼½¾⅐-⅞]", r" \g<0>"),
+    ("ℝ", r"\\mathbb{R}"),
+]
+CHARACTERS = str.maketrans(
+    {
+        **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
+        **dict(
+            zip(
+                "π∞±≤≥≠∪∩∈∅θαβ",
+                re.findall(
+                    r"\S+ ",
+                    r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta ",
+                ),
+                strict=True,
+            )
+        ),
+        **dict.fromkeys(
+            '"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""
+        ),  # the last 8 are invisible
+        "°": r"^\circ ",
+        "€": r"\text{euros}",
+        "£": r"\text{pounds}",
+        "¢": r"\text{cents}",
+    }
+)
 # Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
@@ -76,14 +95,17 @@ BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # 
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
     r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
-    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+")
+    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+"
+)
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
 LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
 CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (C), C. or C:
     r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?"
-    r"([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)", re.MULTILINE)
+    r"([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)",
+    re.MULTILINE,
+)
 
 
 def extract_answer(text: str) -> str | None:
@@ -127,10 +149,10 @@ def _boxed(text):
     text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
     parts, start = [], None
     for box in reversed(_boxes(text)):
-        gap = text[box[3]:start]
+        gap = text[box[3] : start]
         if parts and (box[3] > start or not BETWEEN_BOXES.fullmatch(gap)):
             break
-        parts.insert(0, text[box[1]:box[2]].strip())
+        parts.insert(0, text[box[1] : box[2]].strip())
         start = box[0]
     return "; ".join(parts)
 
@@ -183,7 +205,11 @@ EXTRACTORS = {
 def extract(text: str, extractor: str = "orz") -> str | None:
     """Returns the answer in the response `text`, stripped; None if the extractor finds no answer. Raises
     UserError for an unknown extractor."""
-    require(extractor in EXTRACTORS, f"extractor {extractor!r} is unknown", f"one of {', '.join(EXTRACTORS)}")
+    require(
+        extractor in EXTRACTORS,
+        f"extractor {extractor!r} is unknown",
+        f"one of {', '.join(EXTRACTORS)}",
+    )
     return (EXTRACTORS[extractor](text) or "").strip() or None
 
 
@@ -196,7 +222,9 @@ def readers(text: str) -> list[str]:
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
-    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}", re.DOTALL)
+    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}",
+    re.DOTALL,
+)
 
 # Pairs of entries: a word, a sign or a command, then its common spelling.
 PAIRS = r"""
@@ -209,106 +237,149 @@ PAIRS = r"""
     or ; and , to "to" percent \% percents \% infinity \infty tg \tan ctg \cot arctg \arctan
     mod \pmod
     hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
-SPELLINGS = {rf"\{name}": "" for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
+SPELLINGS = {
+    rf"\{name}": ""
+    for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
     text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark large Large
-    underline""".split()}
-SPELLINGS |= {name: rf"\{name} " for name in (
-    "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())}
+    underline""".split()
+}
+SPELLINGS |= {
+    name: rf"\{name} "
+    for name in ("arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())
+}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= {key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
-              for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)}
-TOKEN = re.compile(r"""
+SPELLINGS |= {
+    key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
+    for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)
+}
+TOKEN = re.compile(
+    r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
   | \\!\s*|\\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
   | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
-""", re.VERBOSE)
+""",
+    re.VERBOSE,
+)
 LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
-TIDY = [(re.compile(pattern), new) for pattern, new in [
-    (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
-    (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
-    (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
-    (r'"per" ?"cent"|"per cent"', r"\\%"),
-    (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
-    (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
-    (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
-    (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
-    (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
-    (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
-    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
-    (r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"', r"\1\\frac{\2\\pi}{180}"),
-    (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-    (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
-    (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
-    (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
-    (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
-    (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
-    (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
-    (r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
-     lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", ""))),  # a system of equations
-    (r"(\d)\{,\}(?=\d{3})", r"\1"),
-    (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
-     r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", lambda m: m[0].replace(",", "")),
-    (r"\s+", " "),
-    (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
-    (r'" ?"', " "),
-    (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
-    (r" (?=\\)", ""),
-    (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
-    (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
-    (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
-    (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
-    (r"[,;]+([,;])", r"\1"),
-    (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
-    (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
-    (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
-    (r"(\d\.?)\\%", r"\1*10^{-2}"),
-    (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
-    (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
-    (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
-    (r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))", r"\1=\2,"),  # x=y=2
-    (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
-    (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
-    (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
-    (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
-    (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
-    (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
-    (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
-    (r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$", r"\1,\2"),  # {2k | k in Z}
-    (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
-    (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
-    (r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
-     r" ?[a-zC](?:,[a-z])*"
-     r'(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*'
-     r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$', ""),  # a condition such as k\in\mathbb{Z}
-    # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
-    # because it is a part of the answer.
-    (r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
-     lambda m: m[0] if re.search(rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$",
-                                 m.string[:m.start()]) else ""),
-    (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
-    (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
-    (r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)', r"\2 \1"),
-    (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
-    (r'_ ?"(\w+)"', r'_{"\1"}'),
-    (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
-    (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
-    (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
-    (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
-    (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
-    (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
-    (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-    (r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
-     r'half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|'
-     r'but|except|divisible|exceeds|up)\b)'
-     r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
-     r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)', ""),
-    (r"^(?:\\approx|=|:)+ ?", ""),
-]]
+TIDY = [
+    (re.compile(pattern), new)
+    for pattern, new in [
+        (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
+        (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
+        (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
+        (r'"per" ?"cent"|"per cent"', r"\\%"),
+        (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
+        (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
+        (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
+        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+        (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
+        (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
+        (
+            r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"',
+            r"\1\\frac{\2\\pi}{180}",
+        ),
+        (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
+        (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
+        (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
+        (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
+        (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+        (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
+        (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
+        (
+            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
+            lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", "")),
+        ),  # a system of equations
+        (r"(\d)\{,\}(?=\d{3})", r"\1"),
+        (
+            r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
+            r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])",
+            lambda m: m[0].replace(",", ""),
+        ),
+        (r"\s+", " "),
+        (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
+        (r'" ?"', " "),
+        (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
+        (r" (?=\\)", ""),
+        (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
+        (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
+        (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
+        (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
+        (r"[,;]+([,;])", r"\1"),
+        (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
+        (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
+        (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
+        (r"(\d\.?)\\%", r"\1*10^{-2}"),
+        (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
+        (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
+        (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
+        (
+            r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))",
+            r"\1=\2,",
+        ),  # x=y=2
+        (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
+        (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
+        (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
+        (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
+        (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
+        (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
+        (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+        (
+            r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$",
+            r"\1,\2",
+        ),  # {2k | k in Z}
+        (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
+        (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
+        (
+            r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
+            r" ?[a-zC](?:,[a-z])*"
+            r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
+            r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$',
+            "",
+        ),  # a condition such as k\in\mathbb{Z}
+        # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
+        # stays, because it is a part of the answer.
+        (
+            r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
+            lambda m: (
+                m[0]
+                if re.search(
+                    rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$", m.string[: m.start()]
+                )
+                else ""
+            ),
+        ),
+        (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
+        (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
+        (
+            r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)',
+            r"\2 \1",
+        ),
+        (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
+        (r'_ ?"(\w+)"', r'_{"\1"}'),
+        (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
+        (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
+        (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
+        (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
+        (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
+        (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
+        (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
+        (
+            r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
+            r"half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|"
+            r"but|except|divisible|exceeds|up)\b)"
+            r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
+            r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)',
+            "",
+        ),
+        (r"^(?:\\approx|=|:)+ ?", ""),
+    ]
+]
 
 
 @lru_cache(4096)
@@ -321,7 +392,9 @@ def normalise(text: str) -> str:
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, _plain(text)).strip()
     for pattern, new in TIDY:
-        if pattern.search(text):  # most patterns don't match, and then `search` is faster than `sub`
+        if pattern.search(
+            text
+        ):  # most patterns don't match, and then `search` is faster than `sub`
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
@@ -345,7 +418,7 @@ def _is_word(match):
     r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
     not, each letter is a variable, as in `xy`."""
     text, word = match.string, match[0].lower()
-    before, after = text[:match.start()], text[match.end():][:1]
+    before, after = text[: match.start()], text[match.end() :][:1]
     if PLURAL.sub("", word) in ALIASES:
         return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
     if word in SPELLINGS:
@@ -359,7 +432,9 @@ def _is_word(match):
 
 class Number(NamedTuple):
     value: Fraction
-    places: int | None  # number of digits after the decimal point; None for an exact number such as 5 or 1/3
+    places: (
+        int | None
+    )  # number of digits after the decimal point; None for an exact number such as 5 or 1/3
 
 
 class Reading(NamedTuple):
@@ -381,6 +456,7 @@ class Reading(NamedTuple):
                     "101 base 2" for 101_2, a number with its base
 
     Two kinds have no parts (None): expression, and equation (also an inequality that is no interval)."""
+
     kind: str
     text: str
     parts: object = None
@@ -395,13 +471,16 @@ ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias 
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
-NO_UNIT = set("""not no or on if is are was be it at by more less fewer than over under above
+NO_UNIT = set(
+    """not no or on if is are was be it at by more less fewer than over under above
     below about least most between times plus minus half halves third quarter from binary
     base ten score gross dozen lakh crore hundred thousand basis greater maybe perhaps otherwise
-    modulo""".split())
+    modulo""".split()
+)
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
-    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b")
+    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
+)
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
 # may be singular: `1 pizza`.
@@ -411,14 +490,20 @@ UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
 DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
     r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
-    r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?", re.ASCII)
+    r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?",
+    re.ASCII,
+)
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-BASES = {word: str(i) for i, word in enumerate(
-    "two three four five six seven eight nine ten eleven twelve".split(), 2)}
+BASES = {
+    word: str(i)
+    for i, word in enumerate(
+        "two three four five six seven eight nine ten eleven twelve".split(), 2
+    )
+}
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
 ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
     |(?!not)[A-Za-z]{1,4}
@@ -428,19 +513,34 @@ ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:
   | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
 NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
 NAME_FRACTION = re.compile(
-    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE)
+    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE
+)
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
-INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}")  # the m+n of m+n=5
+INDEX = re.compile(
+    r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
+)  # the _{1} of a_{1}, the (A) of P(A)
+TOTAL = re.compile(
+    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}"
+)  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
-SEPARATORS = {name: re.compile(f"(?P<separator>{pattern})|{BRACKET}") for name, pattern in {
-    "list": "[,;]", "group": ";", "union": r"\\cup ?", "minus": r"\\setminus ?", "ratio": ":",
-    "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])", "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
-    "row": r"\\\\", "cell": "&", "closed": r"(?<=[)\]}])(?!$)",
-}.items()}
+SEPARATORS = {
+    name: re.compile(f"(?P<separator>{pattern})|{BRACKET}")
+    for name, pattern in {
+        "list": "[,;]",
+        "group": ";",
+        "union": r"\\cup ?",
+        "minus": r"\\setminus ?",
+        "ratio": ":",
+        "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])",
+        "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
+        "row": r"\\\\",
+        "cell": "&",
+        "closed": r"(?<=[)\]}])(?!$)",
+    }.items()
+}
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
@@ -454,7 +554,7 @@ def _split(text, name):
     for match in SEPARATORS[name].finditer(text):
         if match["separator"] is not None:
             if depth == 0:
-                parts.append(text[start:match.start()].strip())
+                parts.append(text[start : match.start()].strip())
                 found.append(match[0].strip())
                 start = match.end()
         else:
@@ -467,8 +567,16 @@ def read(text: str, depth: int = 0) -> Reading:
     """Returns the Reading (type and parts) of a normalised text. depth: how deep the text is nested in the
     answer; 0 for the whole answer."""
     if depth <= 8 and text:  # a text that is nested deeper is one expression
-        for reader in (_read_list, _read_named, _read_union, _read_inequality, _read_matrix, _read_brackets,
-                       _read_scalar, _read_text):
+        for reader in (
+            _read_list,
+            _read_named,
+            _read_union,
+            _read_inequality,
+            _read_matrix,
+            _read_brackets,
+            _read_scalar,
+            _read_text,
+        ):
             if reading := reader(text, depth + 1):
                 return reading
     return Reading("expression", text)
@@ -501,14 +609,20 @@ def _read_list(text, depth):
             elements = [e for value in values for e in _several(value)]
             return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            return Reading("named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values))))
+            return Reading(
+                "named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
+            )
     return Reading("list", text, elements)
 
 
 def _several(reading):
     """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
     one element."""
-    return reading.parts if reading.kind == "list" and not reading.text.startswith(r"\{") else [reading]
+    return (
+        reading.parts
+        if reading.kind == "list" and not reading.text.startswith(r"\{")
+        else [reading]
+    )
 
 
 def _read_bounds(text, elements):
@@ -530,14 +644,14 @@ def _read_named(text, depth):
     *names, value = parts
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
-        return Reading("named", text, (name, read(text[len(parts[0] + found[0]):].strip(), depth)))
+        return Reading("named", text, (name, read(text[len(parts[0] + found[0]) :].strip(), depth)))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
     if set(SYMBOL.findall(bare)) <= VALUES:
         value = read(parts[exact], depth)
         steps = _split(bare, "equal")[0]
-        return Reading("chain", text, (value, steps[:exact], steps[exact + 1:]))
+        return Reading("chain", text, (value, steps[:exact], steps[exact + 1 :]))
     return Reading("equation", text)
 
 
@@ -549,7 +663,9 @@ def _read_union(text, depth):
         parts, _ = _split(text, "union")
     edges = [_edges(read(part, depth)) for part in parts] if len(parts) > 1 else []
     if minus:
-        edges[1:] = [[(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]]
+        edges[1:] = [
+            [(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]
+        ]
     return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
 
 
@@ -566,7 +682,9 @@ def _read_inequality(text, depth):
     if not signs:
         return None
     first = len(parts) != 3 and NAME.fullmatch(parts[0])
-    if not first and (len(parts) == 2 or signs[0] in (">", r"\ge")):  # 3>x is x<3, and 3>x>2 is 2<x<3
+    if not first and (
+        len(parts) == 2 or signs[0] in (">", r"\ge")
+    ):  # 3>x is x<3, and 3>x>2 is 2<x<3
         parts, signs = parts[::-1], [FLIPPED.get(sign, sign) for sign in signs[::-1]]
     *low, name, high = parts
     value = [read(high, depth)]
@@ -598,7 +716,11 @@ def _edges(reading):
     if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
         return []
     ends = [value.parts.value for value in parts[1] if value.kind == "number"]
-    return [] if ends != sorted({*ends}) else [(side, [value]) for side, value in zip(*parts, strict=True)]
+    return (
+        []
+        if ends != sorted({*ends})
+        else [(side, [value]) for side, value in zip(*parts, strict=True)]
+    )
 
 
 def _read_brackets(text, depth):
@@ -688,7 +810,9 @@ def _number(text):
     sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
     if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
-    if ":" in text and Fraction(top, bottom).denominator < bottom:  # may be a time: 2:30 is not 1:15
+    if (
+        ":" in text and Fraction(top, bottom).denominator < bottom
+    ):  # may be a time: 2:30 is not 1:15
         return None
     return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
 
@@ -713,32 +837,41 @@ def _number(text):
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
 # variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
 # .* counts several operations as one.
-OPERATIONS = [re.compile(pattern) for pattern in (
-    r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
-    r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
-    r"\\(?:log|ln).*",
-    # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
-    r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as \ln3-\ln2.
-    # \frac{\ln3}{\ln2} has one match.
-    r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
-)]
+OPERATIONS = [
+    re.compile(pattern)
+    for pattern in (
+        r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
+        r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
+        r"\\(?:log|ln).*",
+        # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
+        r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+        # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
+        # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
+        r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+    )
+]
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
 # turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
-RATIO = re.compile(r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d(?!\d*\^)|\(\d[^-+()]*\))?"
-                   r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-")
+RATIO = re.compile(
+    r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d(?!\d*\^)|\(\d[^-+()]*\))?"
+    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-"
+)
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
-MISREAD = re.compile(r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}")
+MISREAD = re.compile(
+    r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}"
+)
 # The answers that math-verify compares with a gold matrix: a matrix, or a factor times a matrix. A sum of two
 # matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
 SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), Option A, A:15, or 15 choices A,
 # which `normalise` makes of `(A) 15`. A) does not match.
-LETTER = re.compile(r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
-                    r"(?:.+ choices |(?i:choice|option) ?)?"
-                    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)")
+LETTER = re.compile(
+    r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
+    r"(?:.+ choices |(?i:choice|option) ?)?"
+    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)"
+)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -768,7 +901,9 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
         return chosen
     if answer == gold or kind == "exact":
         return answer == gold
-    if chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer:  # `(A) 15` equals A
+    if (
+        chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer
+    ):  # `(A) 15` equals A
         return True
     same = _same(read(normalise(answer)), read(normalise(gold)), prove)
     ours, theirs = (PARAMETER.search(text) for text in (answer, gold))
@@ -782,9 +917,13 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
 PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
-SIDE = re.compile(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])")  # between sides; also the number of (1) x=2
-ORDERED = re.compile(r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
-                     r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b")
+SIDE = re.compile(
+    r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])"
+)  # between sides; also the number of (1) x=2
+ORDERED = re.compile(
+    r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
+    r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b"
+)
 
 
 def repeats(answer: str, gold: str, problem: str) -> bool:
@@ -792,7 +931,9 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
     such a formula. A formula that is the gold answer or one of its elements, or that has it on one side, does
     not count. Also if the answer is the gold list in another order, and the problem asks for an order."""
-    parts, golds = (re.split("[;,]", normalise(text).partition(r"\approx")[0]) for text in (answer, gold))
+    parts, golds = (
+        re.split("[;,]", normalise(text).partition(r"\approx")[0]) for text in (answer, gold)
+    )
     if parts != golds and sorted(parts) == sorted(golds) and ORDERED.search(problem):
         return True
     known, right = set(), {_bag(part.rpartition("=")[2]) for part in golds}
@@ -800,17 +941,25 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
         sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
         if not right & sides:
             known |= sides
-    return all(any(re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
-                   for value in (part, part.rpartition("=")[2]))
-               for part in parts)
+    return all(
+        any(
+            re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
+            for value in (part, part.rpartition("=")[2])
+        )
+        for part in parts
+    )
 
 
 def _bag(text):
     """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
     words, brackets, + and *. In an equation, the terms of each side and the two sides are sorted, but not the
     characters of a term. A text that is one number is not sorted."""
-    text = re.sub(r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
-                  r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)", "", text)
+    text = re.sub(
+        r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
+        r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)",
+        "",
+        text,
+    )
     if "=" in text:
         return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))
     if _number(text):
@@ -839,8 +988,10 @@ def _same(answer, gold, prove):
     if len(kinds) == 1 and answer.kind in COMPARE:
         return COMPARE[answer.kind](answer.parts, gold.parts, prove)
     if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
-        a, b = (r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
-                for r in (answer, gold))
+        a, b = (
+            r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
+            for r in (answer, gold)
+        )
         if "=" in (a[0], b[0]):
             return _same_tuple(a, b, prove)
     if "intervals" in kinds:
@@ -880,7 +1031,12 @@ def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
-    other = name and needed and name not in (needed, INDEX.sub("", needed)) and INDEX.sub("", name) != needed
+    other = (
+        name
+        and needed
+        and name not in (needed, INDEX.sub("", needed))
+        and INDEX.sub("", name) != needed
+    )
     if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
@@ -908,8 +1064,13 @@ def _same_chain(answer, gold, prove):
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
-    return same and _all([same, *(prove(step, text, 1e-6) for step in exact),
-                          *(prove(step, text, 0.01) for step in rounded)])
+    return same and _all(
+        [
+            same,
+            *(prove(step, text, 1e-6) for step in exact),
+            *(prove(step, text, 0.01) for step in rounded),
+        ]
+    )
 
 
 def _all(verdicts):
@@ -920,7 +1081,8 @@ def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
     unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
     (a, unit, free), (b, needed, _) = (
-        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold))
+        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold)
+    )
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
     if unit and (unit != needed if needed else not free):
@@ -966,8 +1128,12 @@ def _unordered(answer, gold, prove, same=_same):
     return True
 
 
-COMPARE = {"number": _same_number, "list": _unordered, "tuple": _same_tuple,
-           "text": lambda a, b, _: a == b}
+COMPARE = {
+    "number": _same_number,
+    "list": _unordered,
+    "tuple": _same_tuple,
+    "text": lambda a, b, _: a == b,
+}
 
 
 # --- math-verify
@@ -984,15 +1150,23 @@ def _parse(text):
 
     if MISREAD.search(text):
         return None
-    text = re.sub(r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text)  # the parser reads 2(3) as 2+3
-    text = re.sub(r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text)  # [x] is the integer part
+    text = re.sub(
+        r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text
+    )  # the parser reads 2(3) as 2+3
+    text = re.sub(
+        r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
+    )  # [x] is the integer part
     # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
     text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
-        found = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
-                            conversion_config=ConversionConfig(lowercase_symbols=False))
+        found = latex2sympy(
+            text,
+            is_real=not should_treat_as_complex(text),
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
         # The parser reads i as a variable, but i is the imaginary unit. Decimals become exact fractions.
         new = {f: Rational(str(f)) for f in found.atoms(Float)}
         names = {s.name: s for s in found.free_symbols}
@@ -1035,7 +1209,9 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             return bool(a != 0 != b and cancel(a / b).is_number)
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
-        return verify(right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+        return verify(
+            right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+        )
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
@@ -1048,29 +1224,54 @@ def _calculations(text):
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
         value = node.doit()
-        if len(Add.make_args(value)) < sum(len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)):
+        if len(Add.make_args(value)) < sum(
+            len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)
+        ):
             found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
         # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
         base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
         bases = flatten([base], cls=Mul)
         numbers = [f for f in bases if f.is_number and abs(f) != 1]
-        done = node.is_Atom or node.is_Add or node.is_Mul or node.is_Pow and (
-            node.exp == -1 and node.base.is_integer)
+        done = (
+            node.is_Atom
+            or node.is_Add
+            or node.is_Mul
+            or node.is_Pow
+            and (node.exp == -1 and node.base.is_integer)
+        )
         twice = any(f.is_Pow and f.exp.is_integer and f.exp != -1 for f in bases)  # (x^2)^3
-        if not done and (twice or value.is_rational or any(f.is_rational or not f.is_Atom for f in numbers)
-                         or value.is_number and (node.has(I) or isinstance(node, Abs))):
+        if not done and (
+            twice
+            or value.is_rational
+            or any(f.is_rational or not f.is_Atom for f in numbers)
+            or value.is_number
+            and (node.has(I) or isinstance(node, Abs))
+        ):
             found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
         # The factors of 1/(ab) are 1/a and 1/b.
-        factors = [x for f in flatten([node], cls=Mul) for x in (
-            [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f])]
+        factors = [
+            x
+            for f in flatten([node], cls=Mul)
+            for x in (
+                [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f]
+            )
+        ]
         numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
         powers = [f.as_base_exp() for f in factors if not f.is_rational]
         divides = -1 in (exp for _, exp in powers)
         bases = [base for base, exp in powers if exp != 1 or divides]
         # A product is unfinished if two of its numbers have numerators other than 1 and -1 (2\cdot3x), if two
         # have such denominators, if its numbers give an integer (4\pi/2), or if a base comes twice (x^2/x).
-        tops, bottoms = ([n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom))
-        if (len(tops) > 1 or len(bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer
-                or len({*bases}) < len(bases)):
+        tops, bottoms = (
+            [n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom)
+        )
+        if (
+            len(tops) > 1
+            or len(bottoms) > 1
+            or tops
+            and bottoms
+            and Mul(*numbers).is_integer
+            or len({*bases}) < len(bases)
+        ):
             found.add("product")
     return found

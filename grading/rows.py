@@ -49,23 +49,29 @@ ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
 # In data converted from CSV, a list of turns or the object reward_model may be a text. Such a row is refused.
-TURNS_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
+TURNS_AS_TEXT = re.compile(
+    r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL
+)
 GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # Spaces, NUL, and characters without width.
-INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(filter(str.isspace, map(chr, range(0x3001))))
+INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(
+    filter(str.isspace, map(chr, range(0x3001)))
+)
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
-    r"table|image|figure|video|audio|input)(s|_?text|\d+)?|(op|option_?|choice_?)?[a-e]")
+    r"table|image|figure|video|audio|input)(s|_?text|\d+)?|(op|option_?|choice_?)?[a-e]"
+)
 # Fields that no prompt needs: one of these words between underscores, such as question_type.
 QUIET = re.compile(
     r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|topic|"
     r"category|domain|tag|split|license|lang|language|style|ability|info|meta|metadata|"
     r"version|model|rate|score|count|reward|dataset|choice|option|answer|answerkey|label|"
     r"solution|rationale|explanation|reason|reasoning|cot|generation|response|output|"
-    r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)")
+    r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)"
+)
 MARKUP = r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>"  # chat markup of some model
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
@@ -95,7 +101,9 @@ class Row:
 MOST_ERRORS = 10  # wrong rows that one message names
 
 
-def problem_rows(path: str, default: str, keep_fields: bool = False) -> Iterator[tuple[int, Row | None]]:
+def problem_rows(
+    path: str, default: str, keep_fields: bool = False
+) -> Iterator[tuple[int, Row | None]]:
     """Yields (row number, Row) for each row of a file, with None for the copy of an earlier row. Raises
     UserError for a wrong file. The error names up to MOST_ERRORS wrong rows.
 
@@ -136,10 +144,14 @@ def local_file(path: str) -> str:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     repo, file = match.groups()
-    with explained(f"no file {path}, and it can't be downloaded from the Hub",
-                   f"a file that exists, or first: hf download --repo-type dataset {repo} {file}"):
+    with explained(
+        f"no file {path}, and it can't be downloaded from the Hub",
+        f"a file that exists, or first: hf download --repo-type dataset {repo} {file}",
+    ):
         cached = try_to_load_from_cache(repo, file, repo_type="dataset")
-        return cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
+        return (
+            cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
+        )
 
 
 # --- rows
@@ -160,7 +172,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     kind = fields.get("reward")
     if kind is None:
         kind = "choice" if choices else default
-    require(kind in KINDS, f"{where} has the unknown reward {kind!r:.80}", f"one of {', '.join(KINDS)}")
+    require(
+        kind in KINDS, f"{where} has the unknown reward {kind!r:.80}", f"one of {', '.join(KINDS)}"
+    )
     if kind == "choice" and choices:
         role, text = turns[-1]
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
@@ -172,16 +186,28 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         # A number that is no choice's text may be a choice's index. It is refused, because a right response
         # with the choice's text would count as wrong.
         named = not choices or not _is_number(gold) or answer in choices.values()
-        require(named, f"{where} has the answer {answer}, which is none of its choices",
-                'a choice\'s text, or "reward": "choice"')
+        require(
+            named,
+            f"{where} has the answer {answer}, which is none of its choices",
+            'a choice\'s text, or "reward": "choice"',
+        )
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
     contents = [content for role, content in turns]
-    require(not SURROGATE.search("".join([answer, dataset, *contents])),
-            f"{where} has a lone surrogate, which is not a character", "text in UTF-8")
+    require(
+        not SURROGATE.search("".join([answer, dataset, *contents])),
+        f"{where} has a lone surrogate, which is not a character",
+        "text in UTF-8",
+    )
     form = _form(_plain_text(gold) or "")
-    return Row(turns, answer.strip(INVISIBLE), sys.intern(kind), sys.intern(dataset), form,
-               _unused(fields, "".join(_texts(contents)), where))
+    return Row(
+        turns,
+        answer.strip(INVISIBLE),
+        sys.intern(kind),
+        sys.intern(dataset),
+        form,
+        _unused(fields, "".join(_texts(contents)), where),
+    )
 
 
 def _unused(fields, shown, where):
@@ -195,9 +221,11 @@ def _unused(fields, shown, where):
         if value is _first(fields, *PROBLEM) or not of_question and QUIET.search(name.casefold()):
             continue
         if not all(text in shown for text in _texts(value)):
-            require(not of_question,
-                    f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
-                    "its text in the problem, choices in a field choices, or rows without it")
+            require(
+                not of_question,
+                f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
+                "its text in the problem, choices in a field choices, or rows without it",
+            )
             found.append((name, hash(repr(value))))
     return tuple(found)
 
@@ -208,7 +236,9 @@ def _texts(value):
     if isinstance(value, dict | list):
         parts = value.values() if isinstance(value, dict) else value
         return [text for part in parts for text in _texts(part)]
-    words = [] if value in (None, False) or value != value else re.findall(r"\w+|[^\w\s]", str(value))
+    words = (
+        [] if value in (None, False) or value != value else re.findall(r"\w+|[^\w\s]", str(value))
+    )
     return [" ".join(["", *words, ""])] if words else []
 
 
@@ -219,8 +249,10 @@ def _fields(row):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
     golds = [turn["ground_truth"] for turn in turns if turn.get("ground_truth") is not None]
-    return {"prompt": [turn for turn in turns if _first(turn, "value", "content") is not None],
-            "answer": golds[-1] if golds else None}
+    return {
+        "prompt": [turn for turn in turns if _first(turn, "value", "content") is not None],
+        "answer": golds[-1] if golds else None,
+    }
 
 
 def _first(fields, *names):
@@ -228,11 +260,16 @@ def _first(fields, *names):
 
 
 def _check_text(text, name, value, row, where):
-    require(text is not None or not value, f"{where} has no {name} as text (found: {value!a:.80})",
-            EXAMPLE)
+    require(
+        text is not None or not value,
+        f"{where} has no {name} as text (found: {value!a:.80})",
+        EXAMPLE,
+    )
     if text is None or not text.strip(INVISIBLE):
         found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise UserError(f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}")
+        raise UserError(
+            f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}"
+        )
 
 
 def _turns(prompt, where):
@@ -249,13 +286,19 @@ def _turns(prompt, where):
         fields = turn if isinstance(turn, dict) else {}
         role, text = _first(fields, "role", "from"), _first(fields, "content", "value")
         role = "user" if role is None else ORZ_ROLES.get(str(role), role)
-        require(role in ROLES and isinstance(text, str),
-                f"{where} has a turn without text or with an unknown role",
-                '{"role": "system", "user" or "assistant", "content": "1+1="}')
+        require(
+            role in ROLES and isinstance(text, str),
+            f"{where} has a turn without text or with an unknown role",
+            '{"role": "system", "user" or "assistant", "content": "1+1="}',
+        )
         turns.append((role, text))
     while turns and turns[-1][0] == "assistant":
         turns.pop()
-    require(not turns or turns[-1][0] == "user", f"{where} ends in a system turn", "a user's turn at the end")
+    require(
+        not turns or turns[-1][0] == "user",
+        f"{where} ends in a system turn",
+        "a user's turn at the end",
+    )
     return tuple(turns)
 
 
@@ -301,14 +344,21 @@ def _answer(fields, where):
     """Returns the gold answer as text, without its worked solution. Returns None if the row has no gold
     answer that is a text or a number."""
     text = _plain_text(_gold(fields))
-    as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(fields["reward_model"])
-    require(not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}')
+    as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(
+        fields["reward_model"]
+    )
+    require(
+        not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}'
+    )
     if text is None:
         return None
     if _form(text) == "a box":
         boxed = extract(text, "boxed")
-        require(boxed is not None, f"{where} has no answer in its box: the box is empty or not closed",
-                r"\boxed{ANSWER}")
+        require(
+            boxed is not None,
+            f"{where} has no answer in its box: the box is empty or not closed",
+            r"\boxed{ANSWER}",
+        )
         return boxed.strip()
     _, marked, last = text.rpartition("####")  # GSM8K
     if marked and "\n" not in last.strip():
@@ -316,14 +366,23 @@ def _answer(fields, where):
     if _first(fields, *ANSWER) is fields.get("solution"):  # the gold answer is the field `solution`
         # In TRL's format, `solution` may be the answer alone: one line with fewer than 4 words.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
-        require(bare, f"{where} has a solution without a boxed answer", r"\boxed{ANSWER}, or a field answer")
+        require(
+            bare,
+            f"{where} has a solution without a boxed answer",
+            r"\boxed{ANSWER}, or a field answer",
+        )
     return text
 
 
 def _form(text):
     """Returns where `text` has the gold answer: in "a box", after "####", or in "the whole text"."""
-    return ("a box" if "\\boxed" in text or "\\fbox" in text else
-            "####" if "####" in text else "the whole text")
+    return (
+        "a box"
+        if "\\boxed" in text or "\\fbox" in text
+        else "####"
+        if "####" in text
+        else "the whole text"
+    )
 
 
 def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str]:
@@ -334,18 +393,26 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
     rows: (number, Row) of one file"""
     forms = Counter(row.form for _, row in rows)
     usual = max(forms, key=forms.get, default="")
-    odd = {f"the gold answer is {form}, in most rows {usual}": [n for n, row in rows if row.form == form]
-           for form in forms.keys() - {usual}}
+    odd = {
+        f"the gold answer is {form}, in most rows {usual}": [
+            n for n, row in rows if row.form == form
+        ]
+        for form in forms.keys() - {usual}
+    }
     odd["the gold answer has several words"] = [
-        n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1]
+        n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1
+    ]
     odd["the problem has chat markup or special tokens"] = [
-        n for n, row in rows if any(special.search(content) for _, content in row.turns)]
+        n for n, row in rows if any(special.search(content) for _, content in row.turns)
+    ]
     for n, row in rows:
         for name, _ in row.unused:
             odd.setdefault(f"the field {name!a:.40} is in no part of the prompt", []).append(n)
-    return [f"in {len(found)} of {len(rows)} rows (the first: "
-            f"{' '.join(map(str, found[:3]))}) {what}"
-            for what, found in odd.items() if found]
+    return [
+        f"in {len(found)} of {len(rows)} rows (the first: {' '.join(map(str, found[:3]))}) {what}"
+        for what, found in odd.items()
+        if found
+    ]
 
 
 def _out_of_list(text):
@@ -370,14 +437,16 @@ def _choices(fields, where):
         if isinstance(found.get("text"), list):  # ARC
             pairs = itertools.zip_longest(found.get("label") or (), found["text"])
     elif isinstance(found, list):
-        pairs = itertools.zip_longest(string.ascii_uppercase[:len(found)], found)
+        pairs = itertools.zip_longest(string.ascii_uppercase[: len(found)], found)
         if all(isinstance(choice, dict) for choice in found):
             pairs = [(choice.get("label"), choice.get("text")) for choice in found]
     pairs = [(str(letter), _plain_text(text)) for letter, text in pairs]
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in pairs)
-    require(right and len(dict(pairs)) == len(pairs),
-            f"{where} has over 26 choices, or one that is not a text (found: {found!a:.80})",
-            '"choices": ["5", "6"], or {"A": "5", "B": "6"}')
+    require(
+        right and len(dict(pairs)) == len(pairs),
+        f"{where} has over 26 choices, or one that is not a text (found: {found!a:.80})",
+        '"choices": ["5", "6"], or {"A": "5", "B": "6"}',
+    )
     # Choices that begin with their letters, such as "A) 5", are read without them.
     bare = {letter: re.sub(rf"^\s*\(?{letter}[.):]\s*", "", text) for letter, text in pairs}
     return bare if all(bare[letter] not in ("", text) for letter, text in pairs) else dict(pairs)
@@ -386,12 +455,19 @@ def _choices(fields, where):
 def _with_choices(text, choices, where):
     """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices."""
     words = " ".join(text.split())
-    if all(re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
-           for letter, choice in choices.items()):
+    if all(
+        re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
+        for letter, choice in choices.items()
+    ):
         return text
-    lists_others = all(re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices)
-    require(not lists_others, f"{where}: its problem lists other choices than its field choices",
-            "the same choices in both")
+    lists_others = all(
+        re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices
+    )
+    require(
+        not lists_others,
+        f"{where}: its problem lists other choices than its field choices",
+        "the same choices in both",
+    )
     return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in choices.items())])
 
 
@@ -399,7 +475,7 @@ def _letter_of(gold, fields, choices, where):
     """Returns the letter of the right choice. gold: an index from 0, a letter, or the text of a choice"""
     if _is_number(gold):
         index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
-        found = list(choices)[int(index[1]):][:1] if index else []
+        found = list(choices)[int(index[1]) :][:1] if index else []
     else:
         text = (_answer(fields, where) or "").strip()
         found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
@@ -408,10 +484,16 @@ def _letter_of(gold, fields, choices, where):
         names_letters = isinstance(_first(fields, "choices", "options"), dict)
         if not found or (names_letters and text in choices):
             found = [letter for letter in choices if grade(text, letter, "choice")]
-        require(len(found) < 2, f"{where} has the answer {text!a:.80}, which fits {len(found)} choices",
-                f"one of {', '.join(choices)}")
-    require(len(found) == 1, f"{where} has the answer {gold!a:.80}, which is none of its choices",
-            f"one of {', '.join(choices)}, or a choice's text, or its index from 0")
+        require(
+            len(found) < 2,
+            f"{where} has the answer {text!a:.80}, which fits {len(found)} choices",
+            f"one of {', '.join(choices)}",
+        )
+    require(
+        len(found) == 1,
+        f"{where} has the answer {gold!a:.80}, which is none of its choices",
+        f"one of {', '.join(choices)}, or a choice's text, or its index from 0",
+    )
     return found[0]
 
 
@@ -462,7 +544,9 @@ def _arrow_rows(file):
 
     with explained(f"{file} can't be read", READABLE):
         if file.suffix == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)  # 1000 rows in memory at once
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(
+                1000
+            )  # 1000 rows in memory at once
         else:  # written by save_to_disk of the library `datasets`
             batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)

@@ -53,7 +53,9 @@ MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 CACHE = 16_384  # maximum number of cached grades
 MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 CHUNK = 16  # maximum number of requests in a chunk
-LARGEST = 3.4028234e38  # largest float32; data.Pack has float32 rewards, so a larger reward is an error
+LARGEST = (
+    3.4028234e38  # largest float32; data.Pack has float32 rewards, so a larger reward is an error
+)
 MAX_TASKS = 250  # number of chunks after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS chunks
 WALL = 4  # a chunk's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
@@ -65,8 +67,10 @@ TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 # pebble pickles `_grade_chunk` and its results, so their module must stay in sys.modules. Files in the
 # project's folder, which may be the user's, must not be imported in place of the standard library or of
 # packages: so this folder comes after the standard library, and later after the packages (see `serve`).
-SERVER = ("import runpy, sys; sys.path.insert([p.endswith('-packages') for p in sys.path].index(True), "
-          "sys.argv[1]); runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)")
+SERVER = (
+    "import runpy, sys; sys.path.insert([p.endswith('-packages') for p in sys.path].index(True), "
+    "sys.argv[1]); runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)"
+)
 LOW = 64  # a user's function may write to or close file descriptors below this number: see `serve`
 START = 300  # seconds that a server may need to start from a slow disk
 
@@ -83,6 +87,7 @@ class Grade(NamedTuple):
     reason: one of REASONS
     answer: the answer in the response; None if no answer was found, or if `reason` is "truncated"
         or "unparsed"."""
+
     reward: float
     reason: str
     answer: str | None
@@ -96,6 +101,7 @@ class Reply(NamedTuple):
     done: True ends the response without appending `text`
 
     An environment may also return a str for Reply(str), None for Reply(), or a tuple for Reply(*tuple)."""
+
     text: str | None = None
     reward: float | None = None
     done: bool = False
@@ -177,7 +183,9 @@ def _modules_beside(spec):
     modules of the same name."""
     folder = os.path.dirname(spec)
     usual = dict(vars(builtins))
-    before = set(sys.modules)  # before `update` adds the folder's modules, because `added` must include them
+    before = set(
+        sys.modules
+    )  # before `update` adds the folder's modules, because `added` must include them
     # After the standard library, so that a file such as types.py does not replace a part of it.
     sys.path.insert(next((i for i, p in enumerate(sys.path) if p.endswith("-packages")), 0), folder)
     sys.modules.update(_modules.get(folder, {}))
@@ -230,8 +238,11 @@ def _message(error, spec):
 
     spec: "FILE.py:FUNCTION"; for a "compare" request the answer, and then no file is named"""
     file = spec.rpartition(":")[0]
-    places = [f" ({file}, line {line})" for frame, line in traceback.walk_tb(error.__traceback__)
-              if frame.f_code.co_filename == file]
+    places = [
+        f" ({file}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == file
+    ]
     try:
         text = str(error)
     except BaseException:
@@ -248,7 +259,9 @@ def _init_worker(*files):
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the worker dies with the server
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: the worker dies with the server
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         with suppress(ValueError):  # a lower limit is already set
@@ -272,10 +285,14 @@ def user_files(spec: str) -> dict[str, str]:
     modules = sys.modules | _modules.get(os.path.dirname(path), {})
     # Sorted, because modules come in another order in each process. `__dict__`, because lazy modules such as
     # torch.classes have an attribute __file__ that names no file.
-    files = {name: file for name, module in sorted(modules.items())
-             if (file := getattr(module, "__dict__", {}).get("__file__"))
-             and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE
-             and name not in ("sitecustomize", "usercustomize")}  # Python imports them at its start
+    files = {
+        name: file
+        for name, module in sorted(modules.items())
+        if (file := getattr(module, "__dict__", {}).get("__file__"))
+        and "/lib/python3" not in file.replace("lib64", "lib")
+        and Path(file) not in CODE
+        and name not in ("sitecustomize", "usercustomize")
+    }  # Python imports them at its start
     files[f":{function}"] = path
     return {key: short_hash(Path(file).read_bytes()) for key, file in files.items()}
 
@@ -295,7 +312,9 @@ def _import_function(spec, known):
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
-    seconds, parallel = (getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel"))
+    seconds, parallel = (
+        getattr(function, key, module.get(key, 0)) for key in ("seconds", "parallel")
+    )
     return names, float(seconds), int(parallel or 16) if seconds else 0
 
 
@@ -387,8 +406,9 @@ def _dispatch(requests, replies, workers, deadline, found):
     context.Process = _Worker
     pools = {}
     for spec, (_, seconds, parallel) in {"compare": ((), 0, 0), **found}.items():
-        pool = pebble.ProcessPool(parallel or workers, MAX_TASKS, _init_worker, [requests, replies],
-                                  context=context)
+        pool = pebble.ProcessPool(
+            parallel or workers, MAX_TASKS, _init_worker, [requests, replies], context=context
+        )
         pools[spec] = pool, seconds or deadline, seconds or WALL * deadline
     with suppress(RuntimeError):  # pebble's pool breaks if someone kills an idle worker
         for line in os.fdopen(requests, "rb"):
@@ -401,7 +421,9 @@ def _dispatch(requests, replies, workers, deadline, found):
             future.add_done_callback(partial(done, chunk, len(of_chunk)))
 
 
-def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]]) -> None:
+def serve(
+    parent: int, workers: int, deadline: float, functions: Mapping[str, Sequence[str]]
+) -> None:
     """Run the server until stdin closes, the trainer (process `parent`) ends, or a pool of workers breaks.
 
     functions: "FILE.py:FUNCTION" -> names that its parameters may have: SCORE for a reward, TURN for --env"""
@@ -410,7 +432,9 @@ def serve(parent: int, workers: int, deadline: float, functions: Mapping[str, Se
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a custom reward must not read the requests
     os.dup2(2, 1)  # a print in a custom reward must not mix with the replies
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    _take_modules({"configs", "grading"}, set(sys.modules))  # a user's file may import another `configs`
+    _take_modules(
+        {"configs", "grading"}, set(sys.modules)
+    )  # a user's file may import another `configs`
     sys.path.remove(ROOT)
     sys.path.append(ROOT)
     found, files = {}, {}
@@ -454,19 +478,33 @@ class Grader(AbstractContextManager):
 
     If grading raises an error, the reward is 0 and the reason is "error"."""
 
-    def __init__(self, workers: int = 1, deadline: float = 5.0, customs: Sequence[str] = (),
-                 env: str = "", say: Say = print, stop: Sequence = ()) -> None:
-        require(workers >= 1 and deadline > 0, f"workers={workers}, deadline={deadline}",
-                "workers of at least 1, a deadline above 0")
+    def __init__(
+        self,
+        workers: int = 1,
+        deadline: float = 5.0,
+        customs: Sequence[str] = (),
+        env: str = "",
+        say: Say = print,
+        stop: Sequence = (),
+    ) -> None:
+        require(
+            workers >= 1 and deadline > 0,
+            f"workers={workers}, deadline={deadline}",
+            "workers of at least 1, a deadline above 0",
+        )
         self.customs = {custom: _check_spec(custom) for custom in customs}
         self.env = _check_spec(env) if env else ""
         functions = dict.fromkeys(self.customs.values(), SCORE) | ({self.env: TURN} if env else {})
         self.arguments = workers, deadline, functions
         self.say, self.stop, self.failure = say, stop, ""
-        self.known = None  # {function: result of `_import_function`}, or a failed import's error message
+        self.known = (
+            None  # {function: result of `_import_function`}, or a failed import's error message
+        )
         self.files = {}  # "FILE.py:FUNCTION" -> hashes of its files (see `user_files`) at the first import
         self._late = 0  # number of user-function calls in a row that timed out or ended a worker
-        self.patience = START + WALL * deadline  # seconds after which a silent server counts as stalled
+        self.patience = (
+            START + WALL * deadline
+        )  # seconds after which a silent server counts as stalled
         self.errors = {}  # type of an error -> its first message
         self._told = 0  # number of messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
@@ -482,21 +520,41 @@ class Grader(AbstractContextManager):
             now = told = time.monotonic()
             end = now + self.patience
             # A server that has ended may have left output, which `_exchange(0)` reads.
-            while self.known is None and now < end and (self._process.poll() is None or self._exchange(0)):
+            while (
+                self.known is None
+                and now < end
+                and (self._process.poll() is None or self._exchange(0))
+            ):
                 self._exchange(1.0)
                 now = time.monotonic()
                 if now - told > TELL:
                     told = now
-                    say(f"waits up to {end - now:.0f} s more for the import of {' '.join(functions)}")
+                    say(
+                        f"waits up to {end - now:.0f} s more for the import of {' '.join(functions)}"
+                    )
             if not isinstance(self.known, dict):
                 self.close()
-                found = self.known or f"{' '.join(functions)}: its import ends the process, or does not end"
-                raise UserError(f"can't use {found}; "
-                                f"needed: {SPEC}, which can be imported, with parameters of these names: "
-                                f"{' '.join(SCORE)}; --env: {' '.join(TURN)}")
+                found = (
+                    self.known
+                    or f"{' '.join(functions)}: its import ends the process, or does not end"
+                )
+                raise UserError(
+                    f"can't use {found}; "
+                    f"needed: {SPEC}, which can be imported, with parameters of these names: "
+                    f"{' '.join(SCORE)}; --env: {' '.join(TURN)}"
+                )
 
-    def submit(self, key: Hashable, text: str, gold: str, stopped: bool, kind: str = "math",
-               extractor: str = "orz", custom: str = "", **more: Any) -> None:
+    def submit(
+        self,
+        key: Hashable,
+        text: str,
+        gold: str,
+        stopped: bool,
+        kind: str = "math",
+        extractor: str = "orz",
+        custom: str = "",
+        **more: Any,
+    ) -> None:
         """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
 
         key: the response's key in `results`
@@ -506,14 +564,22 @@ class Grader(AbstractContextManager):
         custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
         more: values of the function's parameters `problem`, `row` and `sample`. Without a function, `problem`
             is the text that an answer must not repeat (answers.repeats)"""
-        require(bool(custom) or kind in KINDS, f"answer kind {kind!r} is unknown",
-                f"one of {', '.join(KINDS)}")
+        require(
+            bool(custom) or kind in KINDS,
+            f"answer kind {kind!r} is unknown",
+            f"one of {', '.join(KINDS)}",
+        )
         answer, gold = extract(text, extractor), gold.strip()
         if not stopped:
             self._grades[key] = Grade(0.0, "truncated", None)
         elif custom:
-            self._queue_call(key, "score", self.customs[custom],
-                             more | dict(response=text, answer=gold, kind=kind), answer)
+            self._queue_call(
+                key,
+                "score",
+                self.customs[custom],
+                more | dict(response=text, answer=gold, kind=kind),
+                answer,
+            )
         elif found := self._grade_here(answer, gold, kind, more.get("problem") or ""):
             self._grades[key] = found
         else:
@@ -555,7 +621,9 @@ class Grader(AbstractContextManager):
         if len(keys) > 1:
             return
         if request[0] != "compare" and self.known[request[1]][1]:
-            self._send([request])  # the function has `seconds`: one call per chunk, to run in parallel
+            self._send(
+                [request]
+            )  # the function has `seconds`: one call per chunk, to run in parallel
             return
         waiting = self._waiting.setdefault(_pool_of(request), [])
         waiting.append(request)
@@ -576,18 +644,24 @@ class Grader(AbstractContextManager):
                 heard = now
             elif self._process.poll() is not None or now - heard > self.patience:
                 if replaced and not self.known:
-                    raise RuntimeError("the grading server died or stalled twice, "
-                                       f"{len(self._pending)} left: see stderr")
+                    raise RuntimeError(
+                        "the grading server died or stalled twice, "
+                        f"{len(self._pending)} left: see stderr"
+                    )
                 if replaced:
-                    self.failure = (f"the grading server died or stalled twice while it called "
-                                    f"{' '.join(self.known)}; needed: functions that end no other process")
+                    self.failure = (
+                        f"the grading server died or stalled twice while it called "
+                        f"{' '.join(self.known)}; needed: functions that end no other process"
+                    )
                     break
                 self._start()
                 replaced, heard = True, now
             if now - told > TELL:
                 told = now
-                self.say(f"grading: waits for {len(self._pending)} calls of "
-                         f"{' '.join(self.known or ['math'])}; the last {self._late} timed out")
+                self.say(
+                    f"grading: waits for {len(self._pending)} calls of "
+                    f"{' '.join(self.known or ['math'])}; the last {self._late} timed out"
+                )
         if self._pending:
             self.close()  # otherwise the server would still work on these requests
         for key, answer in sum(self._pending.values(), []):
@@ -609,14 +683,17 @@ class Grader(AbstractContextManager):
 
     def new_errors(self) -> list[str]:
         """Returns the messages of `errors` that are new since the last call."""
-        messages = list(self.errors.values())[self._told:]
+        messages = list(self.errors.values())[self._told :]
         self._told = len(self.errors)
         return messages
 
     def close(self) -> None:
         """End the server and its workers. A later `submit` or `ask` starts another server."""
         if self._process:
-            with self._process, suppress(ProcessLookupError):  # `with` closes the pipes and waits for the end
+            with (
+                self._process,
+                suppress(ProcessLookupError),
+            ):  # `with` closes the pipes and waits for the end
                 os.killpg(self._process.pid, signal.SIGKILL)
             _kill_marked(self._mark)
         self._process = None
@@ -629,13 +706,28 @@ class Grader(AbstractContextManager):
         self.close()
         self._mark = os.urandom(8).hex()
         # -P: without it, the working folder would be in sys.path.
-        command = [sys.executable, "-P", "-c", SERVER, ROOT, json.dumps([os.getpid(), *self.arguments])]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            SERVER,
+            ROOT,
+            json.dumps([os.getpid(), *self.arguments]),
+        ]
         # bufsize=0, because `poll` does not see bytes in a Python buffer. start_new_session, because ctrl-C
         # must not end the server.
         self._process = subprocess.Popen(
-            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORZ_GRADER": self._mark})
-        os.set_blocking(self._process.stdin.fileno(), False)  # the trainer must not wait for a busy server
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORZ_GRADER": self._mark},
+        )
+        os.set_blocking(
+            self._process.stdin.fileno(), False
+        )  # the trainer must not wait for a busy server
         self._unsent = bytearray()
         self._unread = b""  # the last line from the server, if its end has not arrived yet
         chunks, self._chunks = self._chunks, {}
@@ -666,7 +758,7 @@ class Grader(AbstractContextManager):
         writable = events.get(stdin.fileno()) == select.POLLOUT
         if writable:
             with suppress(BrokenPipeError):
-                del self._unsent[:stdin.write(self._unsent) or 0]
+                del self._unsent[: stdin.write(self._unsent) or 0]
         read = os.read(stdout.fileno(), 2**16) if stdout.fileno() in events else b""
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
@@ -683,8 +775,10 @@ class Grader(AbstractContextManager):
             known, files = outcomes
             self.known, self.files = self.known or known, self.files or files
             if files != self.files:
-                self.failure = (f"{' '.join(self.files)} was edited during the run, and a new grading server "
-                                "imported it; needed: the files of the run's start, and the same command")
+                self.failure = (
+                    f"{' '.join(self.files)} was edited during the run, and a new grading server "
+                    "imported it; needed: the files of the run's start, and the same command"
+                )
             return
         self._size = min(CHUNK, 1 + int(0.1 / (seconds + 1e-6)))
         requests = self._chunks.pop(chunk)
@@ -698,10 +792,12 @@ class Grader(AbstractContextManager):
                 self._late = (self._late + 1) * late  # 0 after a call that was in time
                 # Parallel calls may fail together, so `parallel` (see `_import_function`) raises the limit.
                 if self._late >= max(LATE, 2 * self.known[request[1]][2]):
-                    self.failure = (f"{request[1]} timed out or ended its process "
-                                    f"{self._late} times in a row; needed: a function "
-                                    "that returns in time and ends no process, a larger --grade_deadline, "
-                                    "or `seconds = …` in its file")
+                    self.failure = (
+                        f"{request[1]} timed out or ended its process "
+                        f"{self._late} times in a row; needed: a function "
+                        "that returns in time and ends no process, a larger --grade_deadline, "
+                        "or `seconds = …` in its file"
+                    )
             for key, answer in self._pending.pop(request):
                 grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
                 self._grades[key] = grade

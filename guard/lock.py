@@ -14,7 +14,11 @@ from configs import UserError, from_json, if_there, require
 
 HEARTBEAT = 20.0  # seconds between heartbeats; each renews the lock file's modification time
 DEAD = 120.0  # seconds without a heartbeat; then a run on another host may take over the lock
-OWNER = {"host": str, "pid": int, "start": str}  # content of the lock file; of new ones, also "system"
+OWNER = {
+    "host": str,
+    "pid": int,
+    "start": str,
+}  # content of the lock file; of new ones, also "system"
 
 
 class FolderLock:
@@ -27,8 +31,12 @@ class FolderLock:
 
     def __init__(self, file: Path) -> None:
         self.file, self.ended = file, threading.Event()
-        self.mine = {"host": os.uname().nodename, "system": _system(), "pid": os.getpid(),
-                     "start": _start_of(os.getpid())}
+        self.mine = {
+            "host": os.uname().nodename,
+            "system": _system(),
+            "pid": os.getpid(),
+            "start": _start_of(os.getpid()),
+        }
 
     def claim(self) -> None:
         """Makes the folder and takes its lock. If the lock's owner may be on another host, waits up to DEAD
@@ -39,8 +47,11 @@ class FolderLock:
             self.refuse_living()
             owner = self.owner()
             elsewhere = owner.get("system") != self.mine["system"]
-            require(not elsewhere or not self._beats(owner), self._in_use(owner), "the end of that run, or "
-                    "another --out")
+            require(
+                not elsewhere or not self._beats(owner),
+                self._in_use(owner),
+                "the end of that run, or another --out",
+            )
             if self.owner() == owner:  # no other run has taken over the lock meanwhile
                 self.file.unlink(missing_ok=True)
         threading.Thread(target=self._beat, daemon=True, name="lock").start()
@@ -50,8 +61,11 @@ class FolderLock:
         """Raises UserError if the lock's owner is a living process of this host."""
         owner = self.owner()
         # A lock with our own pid is left from an earlier run: this run has no lock yet.
-        alive = (owner.get("system") == self.mine["system"] and owner["pid"] != os.getpid()
-                 and owner["start"] == _start_of(owner["pid"]))
+        alive = (
+            owner.get("system") == self.mine["system"]
+            and owner["pid"] != os.getpid()
+            and owner["start"] == _start_of(owner["pid"])
+        )
         require(not alive, self._in_use(owner), "the end of that run, or another --out")
 
     def _in_use(self, owner):
@@ -84,8 +98,11 @@ class FolderLock:
         UserError if the file can't be read, or if no run of torz wrote it."""
         text = if_there(Path.read_bytes, self.file) or b""
         begin = b'{"host":'
-        require(begin.startswith(text[:len(begin)]), f"{self.file} is no lock of torz",
-                "another place for it, or another --out")
+        require(
+            begin.startswith(text[: len(begin)]),
+            f"{self.file} is no lock of torz",
+            "another place for it, or another --out",
+        )
         return from_json(text, OWNER, self.file) if text.strip().endswith(b"}") else {}
 
     def check(self) -> None:
@@ -95,8 +112,12 @@ class FolderLock:
         with contextlib.suppress(UserError):  # unreadable: the next call looks again
             owner = self.owner()
         if owner not in ({}, self.mine):
-            print(f"{self.file.parent} was taken over by process {owner['pid']} on "
-                  f"{owner['host']}: this process ends without saving", file=sys.__stderr__, flush=True)
+            print(
+                f"{self.file.parent} was taken over by process {owner['pid']} on "
+                f"{owner['host']}: this process ends without saving",
+                file=sys.__stderr__,
+                flush=True,
+            )
             os._exit(1)
 
     def _beats(self, owner):
@@ -107,11 +128,21 @@ class FolderLock:
         os.utime(self.file.parent)
         patience = DEAD - max(0.0, self.file.parent.stat().st_mtime - before)
         if patience > 0:
-            what = "belongs to a run on another host" if owner else "is empty or cut, as a crash leaves it"
-            print(f"the lock {self.file} {what}; waiting up to {patience:.0f} s to see whether its run is "
-                  "alive", flush=True)
-        while (self._beaten() == before and self.owner() == owner
-               and time.monotonic() - began < patience):
+            what = (
+                "belongs to a run on another host"
+                if owner
+                else "is empty or cut, as a crash leaves it"
+            )
+            print(
+                f"the lock {self.file} {what}; waiting up to {patience:.0f} s to see whether its run is "
+                "alive",
+                flush=True,
+            )
+        while (
+            self._beaten() == before
+            and self.owner() == owner
+            and time.monotonic() - began < patience
+        ):
             time.sleep(2)
         # A new time is a heartbeat. 0 means that the lock file is gone.
         return self.owner() == owner and self._beaten() not in (before, 0.0)
@@ -135,7 +166,9 @@ def _system():
     """Returns an id of this boot and this pid namespace. Process ids may be compared only if these ids are
     equal."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
+            "/proc/self/ns/pid"
+        )
     return os.uname().nodename
 
 

@@ -23,18 +23,40 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 # third stage, which computes them with halved weights. If the cache is not reset after that, the fourth stage
 # reads these keys and values, and fails.
 STAGES = (
-    ("after the first sync", 1.0, 1, "weights that didn't arrive (a layer, a tied head), another dtype, "
-     "a model that the engine computes differently"),
-    ("after sleeping and waking", 1.0, 1, "buffers that are lost in sleep and not restored by a sync"),
-    ("a sync of halved weights changed nothing", 0.5, -1, "syncs don't reach the weights that are in use"),
-    ("after a sync of other weights and back", 1.0, -1,
-     "a prefix cache that was not reset, or weights that only the first sync loads"))
+    (
+        "after the first sync",
+        1.0,
+        1,
+        "weights that didn't arrive (a layer, a tied head), another dtype, "
+        "a model that the engine computes differently",
+    ),
+    (
+        "after sleeping and waking",
+        1.0,
+        1,
+        "buffers that are lost in sleep and not restored by a sync",
+    ),
+    (
+        "a sync of halved weights changed nothing",
+        0.5,
+        -1,
+        "syncs don't reach the weights that are in use",
+    ),
+    (
+        "after a sync of other weights and back",
+        1.0,
+        -1,
+        "a prefix cache that was not reset, or weights that only the first sync loads",
+    ),
+)
 
 
-def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World,
-                 cfg: Config) -> str:
+def check_engine(
+    engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World, cfg: Config
+) -> str:
     """Runs `selfcheck` with the policy's weights. Returns a line that says how well the log-probs of engine
     and trainer agree. Raises UserError if `selfcheck` finds an error on any rank."""
+
     @torch.no_grad()
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
@@ -43,11 +65,18 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem],
 
     with dist.phase("start/selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)
-        results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
+        results = dist.gather(
+            selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg))
+        )
     for rank, (error, _) in enumerate(results):
-        require(not error, f"self-check: on rank {rank}, {error}",
-                "a fix of the cause, or --no-selfcheck to train anyway")
-    return f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
+        require(
+            not error,
+            f"self-check: on rank {rank}, {error}",
+            "a fix of the cause, or --no-selfcheck to train anyway",
+        )
+    return (
+        f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
+    )
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
@@ -60,9 +89,12 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}
 
 
-def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
-              trainer_logp: Callable[[list[Sample], float], Tensor],
-              prompts: Mapping[int, Sequence[int]]) -> tuple[str, float]:
+def selfcheck(
+    engine: Engine,
+    weights: Callable[[], dist.Weights],
+    trainer_logp: Callable[[list[Sample], float], Tensor],
+    prompts: Mapping[int, Sequence[int]],
+) -> tuple[str, float]:
     """Compares the log-probs of engine and trainer. Returns a pair: an error message about the first failed
     stage, or "" if no stage failed; and the largest gap, in nats a token.
 
@@ -81,10 +113,14 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
         requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
         limits = dict.fromkeys(requests, CHECK_TOKENS)
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            greedy, sampled = (list(engine.generate(requests, limits, t, (cfg.seed, CHECK), -1))
-                               for t in (0.0, cfg.temperature))
-        for kind, samples, temperature, likely in (("greedy", greedy, 1.0, causes),
-                                                   ("sampled", sampled, cfg.temperature, sampling)):
+            greedy, sampled = (
+                list(engine.generate(requests, limits, t, (cfg.seed, CHECK), -1))
+                for t in (0.0, cfg.temperature)
+            )
+        for kind, samples, temperature, likely in (
+            ("greedy", greedy, 1.0, causes),
+            ("sampled", sampled, cfg.temperature, sampling),
+        ):
             logp = trainer_logp(samples, temperature).float().cpu().numpy()
             gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
             agree = gaps.mean() <= limit  # False also if the mean is NaN
@@ -96,5 +132,6 @@ def selfcheck(engine: Engine, weights: Callable[[], dist.Weights],
                     f"{when}: engine and trainer differ by {gaps.mean():.3g} nats a token (limit "
                     f"{limit:g}), "
                     f"by up to {gaps.max():.3g} after prompt {worst}, on {kind} responses; likely "
-                    f"causes: {likely}")
+                    f"causes: {likely}"
+                )
     return first_error, largest

@@ -22,7 +22,11 @@ def watch(limit: float) -> None:
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
-    store, every, ended = td.distributed_c10d._get_default_store(), min(5.0, limit / 10), threading.Event()
+    store, every, ended = (
+        td.distributed_c10d._get_default_store(),
+        min(5.0, limit / 10),
+        threading.Event(),
+    )
 
     def look():
         while not ended.wait(every) and td.is_initialized():
@@ -33,10 +37,15 @@ def watch(limit: float) -> None:
                 elif not store.check(["stalled"]):
                     continue
                 who = store.get("stalled").decode()
-            except (RuntimeError, ValueError):  # the store is closed, because another rank has ended
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # the store is closed, because another rank has ended
                 return
-            print_stacks(f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
-                         f"this rank is in phase {CURRENT.name}; its stacks:")
+            print_stacks(
+                f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
+                f"this rank is in phase {CURRENT.name}; its stacks:"
+            )
             time.sleep(3 * every)  # the other ranks need time to print their stacks
             os._exit(1)
 
@@ -78,8 +87,10 @@ def handle_signals(grace: float) -> Iterator[None]:
         if not stop_signal:
             stop_signal.extend((signal.Signals(number).name, now))
             if os.environ.get("RANK", "0") == "0":
-                text = (f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
-                        f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n")
+                text = (
+                    f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
+                    f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n"
+                )
                 with contextlib.suppress(OSError):  # the terminal was closed
                     os.write(2, text.encode())
         # torchrun repeats the first ctrl-C, so a second ctrl-C within 2 seconds is ignored.
@@ -89,13 +100,18 @@ def handle_signals(grace: float) -> Iterator[None]:
     def watch_grace():
         while not ended.wait(0.2):
             if stop_signal and time.monotonic() - stop_signal[1] > grace:
-                print(f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} "
-                      "has not ended: this process ends without saving", file=sys.stderr)
+                print(
+                    f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} "
+                    "has not ended: this process ends without saving",
+                    file=sys.stderr,
+                )
                 os._exit(1)
 
     threading.Thread(target=watch_grace, daemon=True, name="grace").start()
-    before = {number: signal.signal(number, request)
-              for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *not_ignored())}
+    before = {
+        number: signal.signal(number, request)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *not_ignored())
+    }
     try:
         yield
     finally:

@@ -61,7 +61,15 @@ from grading.worker import Grader
 from guard.lock import FolderLock
 from guard.start import check_gold, with_date
 from guard.watch import watch
-from model import Policy, files_weights, folder_fingerprint, load_config, load_tokenizer, on_meta, resolve
+from model import (
+    Policy,
+    files_weights,
+    folder_fingerprint,
+    load_config,
+    load_tokenizer,
+    on_meta,
+    resolve,
+)
 from reward import graders_of
 from rollout import (
     Scores,
@@ -89,27 +97,43 @@ def std_error(values: Sequence[float]) -> float | None:
 
 def _estimates(metrics):
     """Returns a dict: metric -> mean and standard error. metrics: metric -> one value per problem"""
-    return {name: {"value": mean(values), "stderr": std_error(values)} for name, values in metrics.items()}
+    return {
+        name: {"value": mean(values), "stderr": std_error(values)}
+        for name, values in metrics.items()
+    }
 
 
 def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
     """Returns the item "sets" of scores.json, a dict: name of an evaluation set -> its file, size, scores."""
-    return {name: {"file": cfg.eval_data[i], "hash": fingerprint(problems), "problems": len(problems),
-                   "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
-                   "metrics": _estimates(scores[name])}
-            for i, (name, problems) in enumerate(sets.items())}
+    return {
+        name: {
+            "file": cfg.eval_data[i],
+            "hash": fingerprint(problems),
+            "problems": len(problems),
+            "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
+            "metrics": _estimates(scores[name]),
+        }
+        for i, (name, problems) in enumerate(sets.items())
+    }
 
 
-def paired_differences(sets: Sets, scores: Scores, first_sets: Sets,
-                       first_scores: Scores) -> dict[str, Any]:
+def paired_differences(
+    sets: Sets, scores: Scores, first_sets: Sets, first_scores: Scores
+) -> dict[str, Any]:
     """Returns, for each evaluation set, a model's metrics minus the first model's, with paired standard
     errors. Only problems that both models have are compared."""
     found = {}
     for name, problems in sets.items():
         index = {problem.where: i for i, problem in enumerate(first_sets[name])}
-        pairs = [(i, index[problem.where]) for i, problem in enumerate(problems) if problem.where in index]
-        gaps = {metric: [values[i] - first_scores[name][metric][j] for i, j in pairs]
-                for metric, values in scores[name].items()}
+        pairs = [
+            (i, index[problem.where])
+            for i, problem in enumerate(problems)
+            if problem.where in index
+        ]
+        gaps = {
+            metric: [values[i] - first_scores[name][metric][j] for i, j in pairs]
+            for metric, values in scores[name].items()
+        }
         found[name] = {"problems": len(pairs), "metrics": _estimates(gaps)}
     return found
 
@@ -122,8 +146,10 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
-            lines.append(f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
-                         f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}")
+            lines.append(
+                f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
+                f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}"
+            )
     return lines
 
 
@@ -157,15 +183,19 @@ def _decimals(value):
 class EvalConfig(Config):
     """The flags of train.py, and --write_rows."""
 
-    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
+    write_rows: tuple[str, str] | None = (
+        None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
+    )
 
 
-EVAL_FLAGS = tuple("""
+EVAL_FLAGS = tuple(
+    """
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
     write_rows
-""".split())  # the flags that an evaluation uses
+""".split()
+)  # the flags that an evaluation uses
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 
 
@@ -182,35 +212,64 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         default = parse(PRESET, kind=EvalConfig)
         for name, meaning in (meanings() | meanings(EvalConfig)).items():
             if name in EVAL_FLAGS and name != "out":
-                print(textwrap.fill(f"--{name}: {meaning} (default: {getattr(default, name)!r})", 80,
-                                    initial_indent="  ", subsequent_indent="      "))
+                print(
+                    textwrap.fill(
+                        f"--{name}: {meaning} (default: {getattr(default, name)!r})",
+                        80,
+                        initial_indent="  ",
+                        subsequent_indent="      ",
+                    )
+                )
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    flags = list(argv[len(paths):])
+    flags = list(argv[len(paths) :])
     count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
     models, files = paths[:count], paths[count:]
     for model in models:
         check_model(model)
-    require(bool(files), "no data file",
-            "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]")
-    require(len(set(map(model_name, models))) == count, "the same model twice",
-            "each model once")
-    cfg, given = parse([*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags],
-                       "tools.evaluate", EvalConfig), given_flags(flags)
+    require(
+        bool(files),
+        "no data file",
+        "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]",
+    )
+    require(len(set(map(model_name, models))) == count, "the same model twice", "each model once")
+    cfg, given = (
+        parse(
+            [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags],
+            "tools.evaluate",
+            EvalConfig,
+        ),
+        given_flags(flags),
+    )
     for name in given:
-        require(name in EVAL_FLAGS, f"--{name} has no effect in evaluation",
-                "a flag that python -m tools.evaluate --help lists")
+        require(
+            name in EVAL_FLAGS,
+            f"--{name} has no effect in evaluation",
+            "a flag that python -m tools.evaluate --help lists",
+        )
     terms = terms_of(cfg)
-    require(all(t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
-                for t in terms), f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
-            "one grader for each row, because the others have no effect in evaluation")
+    require(
+        all(
+            t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
+            for t in terms
+        ),
+        f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
+        "one grader for each row, because the others have no effect in evaluation",
+    )
     if cfg.write_rows:
         condition, file = cfg.write_rows[0], Path(cfg.write_rows[1])
-        require(bool(re.fullmatch(CONDITION, condition)) and file.suffix == ".jsonl"
-                and file.parent.is_dir() and not file.exists(), f"--write_rows {condition} {file}",
-                "a condition such as 'rate<0.1' or '0<rate<=0.9', "
-                "and a new .jsonl file in a folder that exists")
-    if cfg.template == "chat" and "stop" not in given:  # the default stop strings fit --template orz
+        require(
+            bool(re.fullmatch(CONDITION, condition))
+            and file.suffix == ".jsonl"
+            and file.parent.is_dir()
+            and not file.exists(),
+            f"--write_rows {condition} {file}",
+            "a condition such as 'rate<0.1' or '0<rate<=0.9', "
+            "and a new .jsonl file in a folder that exists",
+        )
+    if (
+        cfg.template == "chat" and "stop" not in given
+    ):  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
     cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
@@ -223,20 +282,33 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
     found = {}
     for facts in filter(None, map(_trained, models)):
         template, unused = facts["template"], given
-        require(not given & {name for name in ("system_prompt", "date") if facts.get(name)},
-                "the chat template of an export has --system_prompt and --date inside", "neither of them")
+        require(
+            not given & {name for name in ("system_prompt", "date") if facts.get(name)},
+            "the chat template of an export has --system_prompt and --date inside",
+            "neither of them",
+        )
         if "template" not in given:
-            require(prompt_form(template) == facts["prompt"],
-                    f"{template} has another text than at the training", "that text, or another --template")
-        elif form != facts["prompt"]:  # the training's system prompt and stop strings fit only its template
+            require(
+                prompt_form(template) == facts["prompt"],
+                f"{template} has another text than at the training",
+                "that text, or another --template",
+            )
+        elif (
+            form != facts["prompt"]
+        ):  # the training's system prompt and stop strings fit only its template
             unused |= {"system_prompt", "stop"}
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
         other = differences(found, ours)
-        require(not other, f"the models were trained with different settings ({'; '.join(other)})",
-                "one command for each model, or these flags")
+        require(
+            not other,
+            f"the models were trained with different settings ({'; '.join(other)})",
+            "one command for each model, or these flags",
+        )
         found |= ours
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+    }
 
 
 def _trained(model):
@@ -263,8 +335,11 @@ def result_folder(cfg: Config, models: int) -> Path:
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
         folder = Path(cfg.out, name) if models > 1 else Path(cfg.out)
-    require(not folder.is_dir() or set(os.listdir(folder)) <= {"lock"}, f"{folder} is not empty",
-            "an --out that is new or empty")
+    require(
+        not folder.is_dir() or set(os.listdir(folder)) <= {"lock"},
+        f"{folder} is not empty",
+        "an --out that is new or empty",
+    )
     return folder
 
 
@@ -303,11 +378,19 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
 def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
     flags = {k: v for k, v in vars(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
-    flags |= {"engine": c.cfg.engine_kind(engine.device.type == "cuda"), "device": engine.device.type,
-              "dtype": str(engine.dtype).removeprefix("torch.")}
-    return {"model": c.cfg.model, "model_files": folder_fingerprint(c.path),
-            "tokenizer": c.engine_key["policy's tokenizer"], "flags": flags,
-            "reward_files": grader.files, "versions": VERSIONS}
+    flags |= {
+        "engine": c.cfg.engine_kind(engine.device.type == "cuda"),
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+    }
+    return {
+        "model": c.cfg.model,
+        "model_files": folder_fingerprint(c.path),
+        "tokenizer": c.engine_key["policy's tokenizer"],
+        "flags": flags,
+        "reward_files": grader.files,
+        "versions": VERSIONS,
+    }
 
 
 # --- the evaluation
@@ -316,9 +399,12 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 def write_rows(c: Candidate, scores: Scores) -> None:
     """Write the data rows whose avg@n (`rate`) satisfies the condition of --write_rows."""
     condition, file = c.cfg.write_rows
-    rows = [p.fields + "\n" for name, problems in c.sets.items()
-            for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
-            if eval(condition, {"rate": rate})]
+    rows = [
+        p.fields + "\n"
+        for name, problems in c.sets.items()
+        for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
+        if eval(condition, {"rate": rate})
+    ]
     Path(file).write_text("".join(rows))
     show(f"{len(rows)} rows in {file}")
 
@@ -330,14 +416,21 @@ def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None
     for c in candidates:
         check_engine_flags(c.path, c.cfg, world.device)
         kind = c.cfg.engine_kind(world.device.type == "cuda")
-        require(c.engine_key == first.engine_key or kind != "vllm",
-                f"vLLM runs only models of one kind in a process, and {c.cfg.model} differs "
-                f"from {first.cfg.model} in config.json, tokenizer or end tokens",
-                "a separate command for each, or --engine torch")
+        require(
+            c.engine_key == first.engine_key or kind != "vllm",
+            f"vLLM runs only models of one kind in a process, and {c.cfg.model} differs "
+            f"from {first.cfg.model} in config.json, tokenizer or end tokens",
+            "a separate command for each, or --engine torch",
+        )
 
 
-def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grader: Grader,
-                 world: dist.World, say: Say) -> None:
+def evaluate_all(
+    candidates: Sequence[Candidate],
+    folders: Sequence[Path],
+    grader: Grader,
+    world: dist.World,
+    say: Say,
+) -> None:
     """Evaluate the models one after the other. Rank 0 saves and prints the results. Consecutive models with
     the same engine_key use one engine."""
     engine, key, results, first = None, None, [], candidates[0]
@@ -346,7 +439,10 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
             engine = None  # frees the old engine first: a GPU may be too small for two engines
             gc.collect()
             torch.cuda.empty_cache()
-            engine, key = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype), c.engine_key
+            engine, key = (
+                make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype),
+                c.engine_key,
+            )
         result = describe(c, engine, grader)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
             scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
@@ -359,7 +455,9 @@ def evaluate_all(candidates: Sequence[Candidate], folders: Sequence[Path], grade
         results.append(result)
         if world.main:
             (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
-            with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
+            with (folder / "samples.jsonl").open(
+                "w", encoding="utf-8", errors="backslashreplace"
+            ) as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             if c is first and c.cfg.write_rows:
                 write_rows(c, scores)
@@ -379,8 +477,10 @@ def main(argv: Sequence[str]) -> None:
     with make_grader(cfg, say) as grader:
         candidates = [load_candidate(cfg, say_once, grader.reads_rows) for cfg in cfgs]
         check_candidates(candidates, world)
-        say_once(f"asked with --template {cfg.template}, stop strings {cfg.stop}, "
-                 f"--eval_temperature {cfg.eval_temperature}")
+        say_once(
+            f"asked with --template {cfg.template}, stop strings {cfg.stop}, "
+            f"--eval_temperature {cfg.eval_temperature}"
+        )
         # Check the gold answers with only the first model's sets, because all models have the same answers.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)

@@ -31,7 +31,9 @@ CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
-TORCH_BUFFERS = 0.35 * GIB  # GPU memory of the torch engine's activations, and free memory in pieces
+TORCH_BUFFERS = (
+    0.35 * GIB
+)  # GPU memory of the torch engine's activations, and free memory in pieces
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
 HOLES = 0.015  # unused memory between activations, as a share of the activations
@@ -40,7 +42,9 @@ ASSUMED_PROMPTS = 57_000  # number of prompts in an epoch, if the data can't be 
 
 # Speeds. If no source stands here, they were measured on one H200 with 16 CPU cores (docs/measured.md).
 MFU = 0.35  # share of a GPU's peak FLOP/s that layers reach; torchtitan: 0.33 to 0.39 (8B model, H100)
-MATMUL = 0.8  # share of a GPU's peak FLOP/s that one large matrix product reaches: 792 of 989 TFLOP/s
+MATMUL = (
+    0.8  # share of a GPU's peak FLOP/s that one large matrix product reaches: 792 of 989 TFLOP/s
+)
 STREAM = 0.85  # share of a GPU's peak memory bandwidth that a copy reaches: 4.12 of 4.8 TB/s
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
 LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
@@ -72,14 +76,18 @@ class GPU(NamedTuple):
     network: float = 0.0  # Gb/s that a usual node sends to other nodes; a DGX H100: 8 × 400
 
 
-GPUS = {gpu.name: gpu for gpu in (
-    GPU("H100", 79.1 * GIB, 989e12, 3.35e12, 450e9, 3200),
-    GPU("H200", 139.8 * GIB, 989e12, 4.80e12, 450e9, 3200),
-    GPU("B200", 178.3 * GIB, 2250e12, 8.00e12, 900e9, 3200),
-    GPU("A100-80", 79.2 * GIB, 312e12, 2.04e12, 300e9, 1600),
-    GPU("A100-40", 39.4 * GIB, 312e12, 1.56e12, 300e9, 1600),
-    GPU("L40S", 44.4 * GIB, 362e12, 0.86e12, 32e9, 400),
-    GPU("4090", 23.5 * GIB, 165e12, 1.01e12, 32e9, 100))}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("H100", 79.1 * GIB, 989e12, 3.35e12, 450e9, 3200),
+        GPU("H200", 139.8 * GIB, 989e12, 4.80e12, 450e9, 3200),
+        GPU("B200", 178.3 * GIB, 2250e12, 8.00e12, 900e9, 3200),
+        GPU("A100-80", 79.2 * GIB, 312e12, 2.04e12, 300e9, 1600),
+        GPU("A100-40", 39.4 * GIB, 312e12, 1.56e12, 300e9, 1600),
+        GPU("L40S", 44.4 * GIB, 362e12, 0.86e12, 32e9, 400),
+        GPU("4090", 23.5 * GIB, 165e12, 1.01e12, 32e9, 100),
+    )
+}
 
 
 def gpu_of(device: str, memory: float) -> GPU:
@@ -107,7 +115,9 @@ class Shape:
     tied: bool = False  # whether LM head and embedding share their weights
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
-    silu: bool = True  # whether the MLP's activation is silu; others store one more tensor (model.gated)
+    silu: bool = (
+        True  # whether the MLP's activation is silu; others store one more tensor (model.gated)
+    )
 
     def __post_init__(self) -> None:
         """Compute these sizes:
@@ -141,11 +151,20 @@ def shape_of(config: dict, name: str) -> Shape:
     get, family = config.get, config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
-        require(isinstance(get(size), int) and get(size) > 0, f"the config of {name} ({family}) has no {size}"
-                f" above 0: {get(size)}", "a dense decoder like Llama or Qwen")
-    return Shape(name, *map(get, sizes), get("num_key_value_heads") or get("num_attention_heads"),
-                 get("tie_word_embeddings", family in TIED), get("head_dim") or 0,
-                 get("attention_bias") or family == "qwen2", get("hidden_act") == "silu")
+        require(
+            isinstance(get(size), int) and get(size) > 0,
+            f"the config of {name} ({family}) has no {size} above 0: {get(size)}",
+            "a dense decoder like Llama or Qwen",
+        )
+    return Shape(
+        name,
+        *map(get, sizes),
+        get("num_key_value_heads") or get("num_attention_heads"),
+        get("tie_word_embeddings", family in TIED),
+        get("head_dim") or 0,
+        get("attention_bias") or family == "qwen2",
+        get("hidden_act") == "silu",
+    )
 
 
 def read_shape(path: str) -> Shape:
@@ -159,7 +178,9 @@ def read_shape(path: str) -> Shape:
     return shape_of(config, path)
 
 
-def forward_flops(params: float, layers: int, width: int, tokens: float, square_lengths: float) -> float:
+def forward_flops(
+    params: float, layers: int, width: int, tokens: float, square_lengths: float
+) -> float:
     """Returns the FLOP of a forward pass over `tokens` tokens: 2 per parameter and token, plus attention.
 
     width: width of the queries of all heads together
@@ -191,7 +212,9 @@ class Case:
         self.policy, critic, self.ref = self.shapes
         self.models = {"critic": critic} if cfg.algo == "ppo" else {}
         self.models["policy"] = self.policy
-        self.params = {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
+        self.params = {
+            name: getattr(shape, f"{name}_params") for name, shape in self.models.items()
+        }
         self.steps = cfg.with_steps(self.prompts or ASSUMED_PROMPTS).steps
         # Bytes of one number in activations and gathered weights.
         self.number = 2 if cfg.dtype == "bfloat16" or (cfg.dtype == "auto" and on_gpu) else 4
@@ -219,7 +242,9 @@ class Case:
         self.state = trained + (ref if cfg.has_ref else 0)
         # Number of responses that one engine samples in a step.
         engines = max(self.world // cfg.tp, 1)
-        self.responses = -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
+        self.responses = (
+            -(-(cfg.prompts_per_step + cfg.extra_prompts) // engines) * cfg.samples_per_prompt
+        )
         # Bytes of one token in a rank's KV cache. A rank has at least one KV head, even if --tp > kv_heads.
         width = max(self.policy.kv // cfg.tp, self.policy.q // self.policy.heads)
         self.kv_bytes = 2 * self.policy.layers * width * self.number
@@ -267,7 +292,9 @@ def keep(case: Case, name: str) -> Kept:
                 needed[kept] = _seconds(updates)
                 break
     best = min(needed.values(), default=0)
-    return next((kept for kept, seconds in needed.items() if seconds <= 1.01 * best), Kept(layers, True))
+    return next(
+        (kept for kept, seconds in needed.items() if seconds <= 1.01 * best), Kept(layers, True)
+    )
 
 
 def settle(case: Case) -> Config:
@@ -281,13 +308,24 @@ def settle(case: Case) -> Config:
     If nothing fits, it returns the values that need the least memory."""
     cfg, one_node = case.cfg, case.local if case.world % case.local == 0 else 0
     shards = dict.fromkeys((one_node, 0)) if cfg.shard_ranks == "auto" else (cfg.shard_ranks,)
-    places = ("off", "on") if cfg.offload == "auto" and case.gpu else (cfg.offload.replace("auto", "off"),)
+    places = (
+        ("off", "on")
+        if cfg.offload == "auto" and case.gpu
+        else (cfg.offload.replace("auto", "off"),)
+    )
     packs = [cfg.pack_len or max(PACK_LEN, cfg.model_len)]
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
-    while not cfg.pack_len and case.gpu and case.gpu.flops and packs[-1] < min(minibatch, 4 * packs[0]):
+    while (
+        not cfg.pack_len
+        and case.gpu
+        and case.gpu.flops
+        and packs[-1] < min(minibatch, 4 * packs[0])
+    ):
         packs.append(2 * packs[-1])
-    choices = [replace(cfg, shard_ranks=n, offload=place, pack_len=length)
-               for n, place, length in itertools.product(shards, places, packs)]
+    choices = [
+        replace(cfg, shard_ranks=n, offload=place, pack_len=length)
+        for n, place, length in itertools.product(shards, places, packs)
+    ]
     if len(choices) == 1:
         return choices[0]
     found = {}  # shard_ranks -> (seconds of a step, config) of the best choice that fits
@@ -323,20 +361,29 @@ PACK_LEN = 16384
 def check_ranks(cfg: Config, ranks: int) -> None:
     """Raises UserError if --layout, --tp or --shard_ranks does not fit this number of ranks."""
     each = max(n for n in range(1, NODE + 1) if cfg.ranks % n == 0)
-    require(cfg.ranks in (0, ranks),
-            f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
-            f"torchrun --nnodes {cfg.ranks // each} --nproc-per-node {each} "
-            f"train.py …, or --ranks {ranks}")
-    require(ranks % cfg.tp == 0, f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
-            f"a multiple of {cfg.tp} ranks, or --tp 1")
-    require(cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
-            f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
-            "--shard_ranks auto, 0, or a divisor of the number of ranks")
+    require(
+        cfg.ranks in (0, ranks),
+        f"--ranks is {cfg.ranks} (--layout {cfg.layout}), and {ranks} were started",
+        f"torchrun --nnodes {cfg.ranks // each} --nproc-per-node {each} "
+        f"train.py …, or --ranks {ranks}",
+    )
+    require(
+        ranks % cfg.tp == 0,
+        f"{ranks} ranks can't be divided into engines of --tp {cfg.tp}",
+        f"a multiple of {cfg.tp} ranks, or --tp 1",
+    )
+    require(
+        cfg.shard_ranks in ("auto", 0) or ranks % cfg.shard_ranks == 0,
+        f"{ranks} ranks can't be divided into groups of --shard_ranks {cfg.shard_ranks}",
+        "--shard_ranks auto, 0, or a divisor of the number of ranks",
+    )
 
 
 # --- memory of the device
 
-Usage = dict[str, float]  # item -> bytes of memory that the item uses on one rank's device at one instant
+Usage = dict[
+    str, float
+]  # item -> bytes of memory that the item uses on one rank's device at one instant
 
 
 def _per_token(case, shape, recompute):
@@ -369,9 +416,13 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return {}
     gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
-    return {"gather buffers": gathered if case.shards > 1 else 0,
-            "fragments": 4 * shape.layer + 4 * root / case.shards + HOLES * kept
-                         + (logits / 2 if case.shards == 1 else logits)}
+    return {
+        "gather buffers": gathered if case.shards > 1 else 0,
+        "fragments": 4 * shape.layer
+        + 4 * root / case.shards
+        + HOLES * kept
+        + (logits / 2 if case.shards == 1 else logits),
+    }
 
 
 def _update_instants(case, name, kept):
@@ -381,7 +432,9 @@ def _update_instants(case, name, kept):
     d, layer = shape.hidden, shape.layer
     # The root (all weights outside the layers) stays gathered until the end of the backward pass.
     root = params - shape.layers * layer
-    words = shape.vocab if name == "policy" else 0  # the critic's head is one vector and makes no logits
+    words = (
+        shape.vocab if name == "policy" else 0
+    )  # the critic's head is one vector and makes no logits
     head = d * max(words, 1)
     minibatch = -(-cfg.samples_per_step * cfg.model_len // (cfg.minibatches * case.world))
     T = min(cfg.pack_len, minibatch)  # number of tokens of the largest pack
@@ -405,22 +458,35 @@ def _update_instants(case, name, kept):
     instants = [  # "whole gradients" are the gradients that FSDP has not yet reduced to shards
         # 1. Backward pass of the LM head. The head's gradient is in memory twice: in fp32 and in the compute
         #    dtype.
-        {"gathered weights": gathered, "activations": activations, "logits": logits,
-         "whole gradients": (4 + b) * head},
+        {
+            "gathered weights": gathered,
+            "activations": activations,
+            "logits": logits,
+            "whole gradients": (4 + b) * head,
+        },
         # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and
         #    of layer i + 1 (in fp32).
-        {"gathered weights": one_more, "activations": activations + working,
-         "whole gradients": b * head + 4 * layer},
+        {
+            "gathered weights": one_more,
+            "activations": activations + working,
+            "whole gradients": b * head + 4 * layer,
+        },
         # 3. End of layer i's backward pass. In memory are the gradients of the LM head (in the compute
         #    dtype), of layer i (in both dtypes) and of layer i + 1 (in fp32).
-        {"gathered weights": one_more, "activations": activations,
-         "whole gradients": b * head + (b + 8) * layer},
+        {
+            "gathered weights": one_more,
+            "activations": activations,
+            "whole gradients": b * head + (b + 8) * layer,
+        },
         # 4. End of the whole backward pass. The memory holds the root's gradients (in fp32 and in the compute
         #    dtype) and one layer's gradients (in fp32).
-        {"gathered weights": 0 if kept.reshard else gathered,
-         "whole gradients": (4 + b) * root + 4 * layer},
+        {
+            "gathered weights": 0 if kept.reshard else gathered,
+            "whole gradients": (4 + b) * root + 4 * layer,
+        },
         # 5. AdamW's step, with temporary memory of the size of the weight shards.
-        {"AdamW's step": shard}]
+        {"AdamW's step": shard},
+    ]
     return [_with_total(case, at_rest | usage) for usage in instants]
 
 
@@ -456,21 +522,35 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     # A sync gathers one layer or the root (all other weights) at a time. FSDP gathers the weights into a
     # buffer, then copies them to tensors, so these weights are in memory twice.
     largest = max(params - policy.layers * policy.layer, policy.layer)
-    own_part = 1 / case.shards if case.shards > 1 else 0  # FSDP copies a rank's shard for an all-gather
-    sync = {"weights": 4 * params / case.shards, "gathered weights": case.number * largest * (2 + own_part)}
+    own_part = (
+        1 / case.shards if case.shards > 1 else 0
+    )  # FSDP copies a rank's shard for an all-gather
+    sync = {
+        "weights": 4 * params / case.shards,
+        "gathered weights": case.number * largest * (2 + own_part),
+    }
     # VLLMEngine.load gives vLLM copies of embedding and LM head. vLLM keeps the copies until the end of the
     # sync if embedding and LM head are tied, or if vLLM pads the vocabulary to a multiple of 64 * tp.
     if case.engine_sleeps and (policy.tied or policy.vocab % (64 * case.cfg.tp)):
-        sync["embedding's copy"] = case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
+        sync["embedding's copy"] = (
+            case.number * policy.vocab * policy.hidden * (1 if policy.tied else 2)
+        )
     sync |= {"engine weights": case.engine_weights} | _asleep(case)
-    instants = [("sync", _with_total(case, sync)), ("rollout", _with_total(case, _engine_memory(case)))]
+    instants = [
+        ("sync", _with_total(case, sync)),
+        ("rollout", _with_total(case, _engine_memory(case))),
+    ]
     # Without --ref_model, ref has the policy's shape. Then the policy's update needs more memory than ref.
     if case.cfg.ref_model:
         shape, T = case.ref, case.cfg.pack_len
         _, working = _per_token(case, shape, shape.layers)  # activations of one layer
-        usage = {"weights": 4 * shape.policy_params / case.shards, "activations": T * working,
-                 "gathered weights": case.number * (shape.policy_params - (shape.layers - 1) * shape.layer),
-                 "logits": case.chunks_alive * min(case.chunk, 4 * shape.vocab * T)}
+        usage = {
+            "weights": 4 * shape.policy_params / case.shards,
+            "activations": T * working,
+            "gathered weights": case.number
+            * (shape.policy_params - (shape.layers - 1) * shape.layer),
+            "logits": case.chunks_alive * min(case.chunk, 4 * shape.vocab * T),
+        }
         instants.append(("ref", _with_total(case, usage | _asleep(case))))
     for name in case.models:
         instants += [(name, usage) for usage in _update_instants(case, name, case.kept[name])]
@@ -516,9 +596,11 @@ def host_memory() -> float:
 def host_need(case: Case) -> dict[str, float]:
     """Returns a dict: item -> bytes of host memory of one rank. But the item "machine" is the host memory of
     all ranks of a machine."""
-    rank = {"rank's waiting state": case.state if case.offloads else 0,
-            "rank's checkpoint copy": case.checkpoint,
-            "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10}
+    rank = {
+        "rank's waiting state": case.state if case.offloads else 0,
+        "rank's checkpoint copy": case.checkpoint,
+        "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
+    }
     training = 0 if case.gpu else fullest(case)[1]["total"]
     return rank | {"machine": case.local * (sum(rank.values()) + training)}
 
@@ -531,8 +613,11 @@ def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
         checkpoint += 4 * policy
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
-    return {"disk, a checkpoint": checkpoint, "disk, exports": exports,
-            "disk, all": count * checkpoint + exports}
+    return {
+        "disk, a checkpoint": checkpoint,
+        "disk, exports": exports,
+        "disk, all": count * checkpoint + exports,
+    }
 
 
 # --- network
@@ -570,8 +655,10 @@ def traffic(case: Case) -> dict[str, dict[str, Sent]]:
     # share: bytes of samples that a rank sends to one other rank, if all samples have the maximum length. A
     # token has 8 bytes: an int32 id and a float32 log-prob.
     share = 8 * cfg.samples_per_step * cfg.model_len / world**2
-    return phases | {"sync": {"gathers": phases["policy"]["forward"]},
-                     "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)}}
+    return phases | {
+        "sync": {"gathers": phases["policy"]["forward"]},
+        "samples": {"exchange": Sent((local - 1) * share, (world - local) * share)},
+    }
 
 
 def _collectives(case, name, kept):
@@ -582,10 +669,14 @@ def _collectives(case, name, kept):
     # again: number of ranks (and of nodes) that take part in an all-gather of the backward pass
     over, groups = (shards, -(-shards // case.local)), case.world // shards
     again = over if kept.reshard is True else (kept.reshard or 1,)
-    return {"forward": sent(case.number * params, *over),
-            "backward": sent(case.number * shape.layers * shape.layer, *again),
-            "reduce": sent(4 * params, *over),
-            "all-reduce": sent(4 * params / shards, groups, min(groups, -(-case.world // case.local)), 2)}
+    return {
+        "forward": sent(case.number * params, *over),
+        "backward": sent(case.number * shape.layers * shape.layer, *again),
+        "reduce": sent(4 * params, *over),
+        "all-reduce": sent(
+            4 * params / shards, groups, min(groups, -(-case.world // case.local)), 2
+        ),
+    }
 
 
 def _network(case, n):
@@ -611,11 +702,17 @@ def _passes(case, name, kept, prompt, response):
     flop = forward_flops(shape.layers * shape.layer, shape.layers, shape.q, tokens, tokens * length)
     device, share = flop / (MFU * case.gpu.flops) / packs, kept.recompute / shape.layers
     host = shape.layers * (LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0))
-    head = _head_seconds(case, shape, tokens * response / length / packs) if name == "policy" else (0, 0)
+    head = (
+        _head_seconds(case, shape, tokens * response / length / packs)
+        if name == "policy"
+        else (0, 0)
+    )
     # A forward pass is a third of forward and backward pass, for the device and about for the host.
     forward = max(device, host / 3) + head[0]
     # A backward pass costs two forward passes, and one more in each recomputed layer.
-    backward = max(device * (2 + share), host * 2 / 3 + shape.layers * share * RECOMPUTE_HOST) + head[1]
+    backward = (
+        max(device * (2 + share), host * 2 / 3 + shape.layers * share * RECOMPUTE_HOST) + head[1]
+    )
     gather, *back, add_up = (_network(case, n) for n in _collectives(case, name, kept).values())
 
     # If a rank keeps all gathered weights, only the first forward pass of an update gathers them.
@@ -625,8 +722,12 @@ def _passes(case, name, kept, prompt, response):
 
     updates, passes = (cfg.passes_per_step * n for n in (getattr(cfg, f"{name}_updates"), packs))
     optimizer = OPTIMIZER_HOST[case.shards > 1] * shape.layers
-    return forwards(packs, 1), [*forwards(passes, updates), (passes - updates, backward, sum(back)),
-                                (updates, backward, sum(back) + add_up), (updates, optimizer, 0)]
+    return forwards(packs, 1), [
+        *forwards(passes, updates),
+        (passes - updates, backward, sum(back)),
+        (updates, backward, sum(back) + add_up),
+        (updates, optimizer, 0),
+    ]
 
 
 def _head_seconds(case, shape, tokens):
@@ -666,7 +767,9 @@ def moved(case: Case) -> dict[str, float]:
     if not case.offloads:
         return {}
     # A model moves with its optimizer's state, to the device and back.
-    seconds = {name: 2 * STATE_BYTES * n / case.shards / HOST_COPY for name, n in case.params.items()}
+    seconds = {
+        name: 2 * STATE_BYTES * n / case.shards / HOST_COPY for name, n in case.params.items()
+    }
     weights = 4 * case.params["policy"] / case.shards / HOST_COPY
     seconds |= {"sync": weights, "old_logp": weights}
     if case.cfg.has_ref:
@@ -680,15 +783,20 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 
     prompt, response: mean lengths in tokens"""
     cfg, params = case.cfg, case.params["policy"]
-    parts = {phase: [(1, 0, _network(case, n)) for n in sends.values()]
-             for phase, sends in traffic(case).items() if phase not in case.models}
+    parts = {
+        phase: [(1, 0, _network(case, n)) for n in sends.values()]
+        for phase, sends in traffic(case).items()
+        if phase not in case.models
+    }
     parts["sync"].append((1, case.engine_weights / PUSH + WAKE * case.engine_sleeps, 0))
     parts["rollout"] = [(1, decode_seconds(case, prompt, response), 0)]
     forward, updates = {}, {}  # name of a model -> the two results of `_passes`
     for name, kept in case.kept.items():
         forward[name], updates[name] = _passes(case, name, kept, prompt, response)
     if cfg.has_ref:  # time of the policy x parameters of the reference / parameters of the policy
-        parts["ref"] = [(n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]]
+        parts["ref"] = [
+            (n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]
+        ]
     if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
         parts["old_logp"] = forward["policy"]
     if "critic" in forward:
@@ -700,14 +808,19 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     every = [part for found in parts.values() for part in found]
     alone = sum(count * max(network - compute, 0) for count, compute, network in every)
     return {phase: _seconds(found) for phase, found in parts.items()} | {
-        "step": _seconds(every), "only network": alone}
+        "step": _seconds(every),
+        "only network": alone,
+    }
 
 
 def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds that a run takes besides its steps: of the start, and those that the first step
     takes longer because it pins host memory."""
     read = case.number * sum(case.params.values()) / case.shards / LOAD
-    return {"start": START + read, "first step, longer by": case.state / PIN if case.offloads else 0.0}
+    return {
+        "start": START + read,
+        "first step, longer by": case.state / PIN if case.offloads else 0.0,
+    }
 
 
 # --- does it fit?
@@ -720,16 +833,22 @@ def shortage(case: Case) -> str:
     if usage["total"] > case.capacity * (1 if case.gpu else 2):
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
         items = ", ".join(f"{item} {gib(usage[item])}" for item in largest)
-        return (f"phase {phase} needs {gib(usage['total'])} a rank ({items}), but a rank has "
-                f"{gib(case.capacity)}")
+        return (
+            f"phase {phase} needs {gib(usage['total'])} a rank ({items}), but a rank has "
+            f"{gib(case.capacity)}"
+        )
     tokens, length = kv_tokens(case), case.cfg.engine_len
     if case.gpu and tokens < length:
-        return (f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds "
-                f"{tokens:,} tokens "
-                f"beside the weights, but a prompt with its response may have {length:,}")
+        return (
+            f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds "
+            f"{tokens:,} tokens "
+            f"beside the weights, but a prompt with its response may have {length:,}"
+        )
     if case.offloads and 0 < case.host < case.state * case.local:
-        return (f"each rank keeps {gib(case.state)} in host memory, but the {case.local} "
-                f"ranks of a machine share {gib(case.host)}")
+        return (
+            f"each rank keeps {gib(case.state)} in host memory, but the {case.local} "
+            f"ranks of a machine share {gib(case.host)}"
+        )
     return ""
 
 
@@ -740,22 +859,29 @@ def remedy(case: Case) -> str:
     Tries single flags, then all flags in `free` together, then all flags in `free` with one more flag. If
     nothing fits, tries 2, 4, 8, … times as many ranks, without flags and with the same flags."""
     cfg, node = case.cfg, case.local
-    if case.gpu and case.world <= node:  # a run on one machine, which is assumed to have at least NODE GPUs
+    if (
+        case.gpu and case.world <= node
+    ):  # a run on one machine, which is assumed to have at least NODE GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": "on", "pack_len": cfg.model_len, "shard_ranks": "auto"}
     shares = sorted((x / 20 for x in range(4, 20)), key=lambda share: abs(share - cfg.engine_share))
     single = [*free.items(), *(("engine_share", share) for share in shares)]
     single += [("tp", n) for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
     single += [("max_num_seqs", n) for n in (256, 64, 16, 8)]
-    changes = [base | one for base in ({}, free) for one in ({}, *({flag: value} for flag, value in single))]
+    changes = [
+        base | one
+        for base in ({}, free)
+        for one in ({}, *({flag: value} for flag, value in single))
+    ]
     for ranks in (case.world << doublings for doublings in range(11)):
         local = min(ranks, node)
         for change in changes:
             if shortage(replace(case, world=ranks, local=local, cfg=replace(cfg, **change))):
                 continue
             words = [f"{ranks} ranks, {local} a machine,"] if ranks > case.world else []
-            words += [f"--{flag} {value}" for flag, value in change.items()
-                      if getattr(cfg, flag) != value]
+            words += [
+                f"--{flag} {value}" for flag, value in change.items() if getattr(cfg, flag) != value
+            ]
             return " ".join(words).rstrip(",")
     return "a smaller --model, or devices with more memory"
 
@@ -778,7 +904,11 @@ def engine_choice(case: Case) -> str:
         rollout = seconds(planned, cfg.max_prompt_len / 8, cfg.max_response_len / 4)["rollout"]
         needs = sum(_engine_memory(planned).values())
         costs.append(f"{engine} {rollout:,.1f} s and {gib(needs)}")
-    why = "auto takes vllm until a GPU has measured both" if cfg.engine == "auto" else "as --engine says"
+    why = (
+        "auto takes vllm until a GPU has measured both"
+        if cfg.engine == "auto"
+        else "as --engine says"
+    )
     return f"engine: {kind} ({why}); a rollout of quarter length takes about: {', '.join(costs)}"
 
 
@@ -798,44 +928,75 @@ def plan_of(case: Case) -> Plan:
     steps, samples = case.steps, cfg.samples_per_step
     plan = {
         "run": {
-            "ranks": case.world, "ranks of a shard group": case.shards,
-            "device": case.gpu.name if case.gpu else "CPU", "steps": steps,
-            "prompts, at most" if cfg.skip_solved else "prompts":
-                case.prompts or f"{ASSUMED_PROMPTS:,} (assumed)", "episodes": steps * samples},
+            "ranks": case.world,
+            "ranks of a shard group": case.shards,
+            "device": case.gpu.name if case.gpu else "CPU",
+            "steps": steps,
+            "prompts, at most" if cfg.skip_solved else "prompts": case.prompts
+            or f"{ASSUMED_PROMPTS:,} (assumed)",
+            "episodes": steps * samples,
+        },
         "batches": {
-            "prompts a step": cfg.prompts_per_step, "samples a prompt": cfg.samples_per_prompt,
-            "samples a step": samples, "samples a rank": samples / case.world,
-            "samples an engine": case.responses, "longest pack, tokens": cfg.pack_len,
-            "longest sample, tokens": cfg.model_len, "tokens a KV cache holds": kv_tokens(case)},
+            "prompts a step": cfg.prompts_per_step,
+            "samples a prompt": cfg.samples_per_prompt,
+            "samples a step": samples,
+            "samples a rank": samples / case.world,
+            "samples an engine": case.responses,
+            "longest pack, tokens": cfg.pack_len,
+            "longest sample, tokens": cfg.model_len,
+            "tokens a KV cache holds": kv_tokens(case),
+        },
         "models": _columns({name: _model_rows(case, name) for name in case.models}),
         "memory of a rank, GiB": _columns(peaks),
-        "host and disk, GiB": {name: n / GIB for name, n in needs.items()}}
+        "host and disk, GiB": {name: n / GIB for name, n in needs.items()},
+    }
     if case.gpu and case.gpu.flops:
-        times = {"quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
-                 "full length": seconds(case, *case.longest)}
+        times = {
+            "quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
+            "full length": seconds(case, *case.longest),
+        }
         for phases in times.values():
             phases |= extra_seconds(case)
             phases |= {f"{n:,} steps, hours": n * phases["step"] / 3600 for n in (1000, steps)}
         plan["estimated seconds"] = _columns(times)
         plan["a rank sends, GiB"] = {
-            f"{phase} {collective}": {"in its node": n.within / GIB, "between nodes": n.between / GIB}
-            for phase, sends in traffic(case).items() for collective, n in sends.items()}
+            f"{phase} {collective}": {
+                "in its node": n.within / GIB,
+                "between nodes": n.between / GIB,
+            }
+            for phase, sends in traffic(case).items()
+            for collective, n in sends.items()
+        }
     return plan
 
 
 def _model_rows(case, name):
-    cfg, updates, (recompute, reshard) = case.cfg, getattr(case.cfg, f"{name}_updates"), case.kept[name]
+    cfg, updates, (recompute, reshard) = (
+        case.cfg,
+        getattr(case.cfg, f"{name}_updates"),
+        case.kept[name],
+    )
     steps = case.steps - cfg.freeze_policy_steps if name == "policy" else case.steps
-    return {"parameters": case.params[name], "updates": steps * cfg.passes_per_step * updates,
-            "samples an update": cfg.samples_per_step / updates,
-            "layers recomputed": recompute or "none",
-            "weights kept gathered": "none" if reshard is True else f"1/{reshard}" if reshard else "all"}
+    return {
+        "parameters": case.params[name],
+        "updates": steps * cfg.passes_per_step * updates,
+        "samples an update": cfg.samples_per_step / updates,
+        "layers recomputed": recompute or "none",
+        "weights kept gathered": "none"
+        if reshard is True
+        else f"1/{reshard}"
+        if reshard
+        else "all",
+    }
 
 
 def _columns(columns):
     """Turns column -> name -> number into name -> column -> number. A missing number is 0."""
     names = dict.fromkeys(name for numbers in columns.values() for name in numbers)
-    return {name: {column: numbers.get(name, 0) for column, numbers in columns.items()} for name in names}
+    return {
+        name: {column: numbers.get(name, 0) for column, numbers in columns.items()}
+        for name in names
+    }
 
 
 def as_text(plan: Plan) -> list[str]:
@@ -875,7 +1036,9 @@ def main() -> None:
     with suppress(UserError):  # without the data, `prompts` is 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
     check_ranks(cfg, world)
-    shapes = [read_shape(path or cfg.model) for path in (cfg.model, cfg.critic_model, cfg.ref_model)]
+    shapes = [
+        read_shape(path or cfg.model) for path in (cfg.model, cfg.critic_model, cfg.ref_model)
+    ]
     gpu, host = (None, host_memory()) if cfg.device == "cpu" else (GPUS[cfg.gpu], 0.0)
     case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)

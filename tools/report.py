@@ -22,8 +22,15 @@ from log import ALARM, NAN, read_metrics
 from tools.plan import as_text
 
 # The shape (configs.misfit) of the rows of samples/ and eval/
-ROW = {"set": str | None, "prompt_id": int, "problem": str, "response": str, "segments": list | None,
-       "reward": float | int, "reason": str}
+ROW = {
+    "set": str | None,
+    "prompt_id": int,
+    "problem": str,
+    "response": str,
+    "segments": list | None,
+    "reward": float | int,
+    "reason": str,
+}
 # A metric that is 0 in the whole run has no logarithm. Its panel stays empty. Hide matplotlib's warning.
 warnings.filterwarnings("ignore", "Data has no positive values")
 
@@ -45,8 +52,11 @@ def _flags(run):
     flags except `seed` and `out`. The dict is empty if there is no config.json."""
     config = read_json(run / "config.json", {"versions": dict})
     config |= config.pop("versions", {})
-    return {f"--{name.lstrip('-')}": str(value) for name, value in config.items()
-            if name not in ("seed", "out")}
+    return {
+        f"--{name.lstrip('-')}": str(value)
+        for name, value in config.items()
+        if name not in ("seed", "out")
+    }
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
@@ -73,7 +83,8 @@ PANELS = [
     ("critic: explained variance (≥ −1)", "explained_variance", "variance"),
     ("reflections (a response)", "reflections", "share"),
     ("tokens a second", "tokens_per_s", "linear"),
-    ("seconds a step", "time/(step|rollout|critic|policy|eval|wait|sync)", "linear")]
+    ("seconds a step", "time/(step|rollout|critic|policy|eval|wait|sync)", "linear"),
+]
 
 
 def _draw(axis, lines, scale):
@@ -83,9 +94,10 @@ def _draw(axis, lines, scale):
     lines: label of a line -> the result of `_values` for the runs whose mean the line shows"""
     for i, (label, (steps, values)) in enumerate(lines.items()):
         gap = i % 3 * 4
-        line, = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
-        axis.fill_between(steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(),
-                          alpha=0.2)
+        (line,) = axis.plot(steps, values.mean(0), ".", linestyle=(0, (12 - gap, gap)), label=label)
+        axis.fill_between(
+            steps, np.fmin.reduce(values), np.fmax.reduce(values), color=line.get_color(), alpha=0.2
+        )
     if scale == "log":
         axis.set_yscale("log")
     elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
@@ -101,14 +113,19 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     written, and ValueError for an unknown type of picture."""
     from matplotlib.figure import Figure
 
-    data = {f"{group[0]}: {facts(group)['run']}": [read_metrics(run) for run in group]
-            for group in recipes(runs)}
+    data = {
+        f"{group[0]}: {facts(group)['run']}": [read_metrics(run) for run in group]
+        for group in recipes(runs)
+    }
     alone, panels = len(data) == 1, []
     for title, pattern, scale in PANELS:
         keys = _keys_of(chain(*chain(*data.values())), pattern)
         for together in [keys] if alone else [[key] for key in keys]:
-            lines = {key if alone else name: _values(group, key)
-                     for key in together for name, group in data.items()}
+            lines = {
+                key if alone else name: _values(group, key)
+                for key in together
+                for name, group in data.items()
+            }
             if lines:
                 panels.append((title if alone else together[0], lines, scale))
     height = (len(panels) + 2) // 3 or 1
@@ -131,13 +148,17 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 def facts(runs: Sequence[Path]) -> dict[str, str]:
     """Returns the summary of a recipe's runs as a dict: name -> text. Values are means over the runs. ± is
     the standard error over the runs, or, for a single run, over its problems."""
-    data, configs = [read_metrics(run) for run in runs], [read_json(run / "config.json") for run in runs]
+    data, configs = (
+        [read_metrics(run) for run in runs],
+        [read_json(run / "config.json") for run in runs],
+    )
     config, seeds = configs[0], ", ".join(str(config.get("seed", "–")) for config in configs)
     times = np.nanmean(_values(data, "time/step")[1], 0)
     found = {
         "run": f"{config.get('algo', '–')}, seed {seeds}, model {config.get('model', '–')}",
         "steps": f"{len(times)} of {config.get('steps', '–')} in {sum(times) / 60:.1f} minutes",
-        "alarms": f"{sum(len(read_jsonl(run / 'alarms.jsonl', ALARM)) for run in runs)}"}
+        "alarms": f"{sum(len(read_jsonl(run / 'alarms.jsonl', ALARM)) for run in runs)}",
+    }
     for key in _keys_of(chain(*data), "reward|eval/.+@.+"):
         steps, values = _values(data, key)
         common = np.isfinite(values).all(0)
@@ -145,7 +166,9 @@ def facts(runs: Sequence[Path]) -> dict[str, str]:
         if len(steps):
             means = values.mean(0)
             scores = values[:, -1] if len(runs) > 1 else _scores(*runs, key, steps[-1])
-            error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
+            error = (
+                f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
+            )
             best = "(best {:.3f} at step {})".format(*max(zip(means, steps, strict=True)))
             found[key] = f"{means[0]:.3f} → {means[-1]:.3f}{error} {best}"
     return found
@@ -168,8 +191,12 @@ def compare(runs: Sequence[Path]) -> str:
         cells = {name: column.get(field, "–") for name, column in columns.items()}
         if field[:2] != "--" or len(set(cells.values())) > 1:
             lines.append(field)
-            lines += [f"  {shorten(name, 40):40}  {shorten(cell, 56)}" for name, cell in cells.items()]
-    return "\n".join(lines) + "\n\n± standard error, over the runs; of a single run, over the problems"
+            lines += [
+                f"  {shorten(name, 40):40}  {shorten(cell, 56)}" for name, cell in cells.items()
+            ]
+    return (
+        "\n".join(lines) + "\n\n± standard error, over the runs; of a single run, over the problems"
+    )
 
 
 def story(run: Path) -> str:
@@ -178,15 +205,26 @@ def story(run: Path) -> str:
     lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = _files(run, "eval")
     if len(files) > 1:
-        for base, trained in zip(read_jsonl(files[0], ROW)[:3], read_jsonl(files[-1], ROW), strict=False):
+        for base, trained in zip(
+            read_jsonl(files[0], ROW)[:3], read_jsonl(files[-1], ROW), strict=False
+        ):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
             for name, row in ("base   ", base), ("trained", trained):
-                lines.append(f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}")
+                lines.append(
+                    f"  {name} {'✓' if row['reward'] >= 1 else '✗'} {shorten(row['response'])}"
+                )
     for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
-    return "\n".join([
-        *lines, "", f"report   {run}/report.html", f"plot     {run}/plot.png",
-        f"metrics  {run}/metrics.jsonl  (tensorboard --logdir {run}/tb)", f"model    {run}/export/policy"])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"report   {run}/report.html",
+            f"plot     {run}/plot.png",
+            f"metrics  {run}/metrics.jsonl  (tensorboard --logdir {run}/tb)",
+            f"model    {run}/export/policy",
+        ]
+    )
 
 
 # --- the HTML page
@@ -204,7 +242,9 @@ pre { background: #f4f4f4; overflow: auto }
 article pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24em }
 </style>
 <h1>$title</h1>"""
-SHOWN = 8  # largest number of wrong responses, and of right responses, that the page shows of a step
+SHOWN = (
+    8  # largest number of wrong responses, and of right responses, that the page shows of a step
+)
 
 
 def _table(rows):
@@ -219,8 +259,11 @@ def _fold(title, html):
 def _files(run, kind):
     """Returns the files of responses (kind: samples or eval) of the steps in metrics.jsonl. Files of other
     steps, which an earlier run may have left, are not returned."""
-    files = [run / kind / f"step_{row['step']:06d}.jsonl" for row in read_metrics(run)
-             if kind != "eval" or any("eval/" in name for name in row)]
+    files = [
+        run / kind / f"step_{row['step']:06d}.jsonl"
+        for row in read_metrics(run)
+        if kind != "eval" or any("eval/" in name for name in row)
+    ]
     return list(filter(exists, files))
 
 
@@ -228,11 +271,11 @@ def _samples(run, kind):
     """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first.
     kind: the folder's name"""
     files, html = _files(run, kind)[::-1], ""
-    for file in files[::len(files) // 6 + 1]:
+    for file in files[:: len(files) // 6 + 1]:
         rows, cards = read_jsonl(file, ROW), ""
         for right in (False, True):
             some = [row for row in rows if (row["reward"] >= 1) == right]
-            cards += "".join(map(_card, some[::len(some) // SHOWN + 1]))
+            cards += "".join(map(_card, some[:: len(some) // SHOWN + 1]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
@@ -240,11 +283,17 @@ def _samples(run, kind):
 def _card(row):
     """Returns a response as HTML. The texts of an environment (--env) are marked."""
     grade = f"{'✓' if row['reward'] >= 1 else '✗'} {row['reason']}, reward {row['reward']}"
-    answers = f"answer {row.get('answer')}, gold answer {row.get('gold')}, {row.get('tokens')} tokens"
-    texts = [f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)
-             for i, text in enumerate(row.get("segments", [row["response"]]))]
-    return (f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
-            f"{escape(row['problem'])}<pre>{''.join(texts)}</pre></article>")
+    answers = (
+        f"answer {row.get('answer')}, gold answer {row.get('gold')}, {row.get('tokens')} tokens"
+    )
+    texts = [
+        f"<mark>{escape(text)}</mark>" if i % 2 else escape(text)
+        for i, text in enumerate(row.get("segments", [row["response"]]))
+    ]
+    return (
+        f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
+        f"{escape(row['problem'])}<pre>{''.join(texts)}</pre></article>"
+    )
 
 
 def write_report(run: Path) -> None:
@@ -262,9 +311,11 @@ def write_report(run: Path) -> None:
         "Answers to held-out problems": _samples(run, "eval"),
         "Numbers": _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items()))
         + _fold("Plan", f"<pre>{escape(plan)}</pre>")
-        + _fold("Configuration", _table(read_json(run / "config.json").items()))}
+        + _fold("Configuration", _table(read_json(run / "config.json").items())),
+    }
     page = PAGE.replace("$title", escape(run.resolve().name)) + "".join(
-        f"<h2>{title}</h2>{html}" for title, html in sections.items() if html)
+        f"<h2>{title}</h2>{html}" for title, html in sections.items() if html
+    )
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
 
@@ -276,16 +327,22 @@ def report_on(runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None) ->
         runs: folders of runs (train.py's --out); if none is given, the current folder
         out: file for the picture of the runs; for several runs, the default is compare.png"""
     for run in runs:
-        require(bool(read_metrics(run)), f"no metrics in {run / 'metrics.jsonl'}",
-                "the folder of a run that has logged a step (train.py's --out)")
+        require(
+            bool(read_metrics(run)),
+            f"no metrics in {run / 'metrics.jsonl'}",
+            "the folder of a run that has logged a step (train.py's --out)",
+        )
     if len(runs) == 1 and not out:
         write_report(*runs)
         show(story(*runs))
         return
     to = out or Path("compare.png")
     # ValueError: the suffix of --out is no type of picture
-    with explained(f"can't write {to}", "--out with a .png, .pdf or .svg file in a folder that exists",
-                   (OSError, ValueError)):
+    with explained(
+        f"can't write {to}",
+        "--out with a .png, .pdf or .svg file in a folder that exists",
+        (OSError, ValueError),
+    ):
         plot(runs, to)
     show(f"{compare(runs)}\n\nplot  {to}")
 

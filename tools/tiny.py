@@ -34,8 +34,16 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import read_json, require, run_command
 
 VERSION = 3  # raise this number when a change of this file changes the model
-GUESSES, OFF = 0.5, 12  # fraction of guesses in the last third of the texts; largest error of a guess
-BATCHES, BATCH, LR, WARMUP = 400, 64, 3e-3, 20  # updates, texts per update, peak rate, warm-up updates
+GUESSES, OFF = (
+    0.5,
+    12,
+)  # fraction of guesses in the last third of the texts; largest error of a guess
+BATCHES, BATCH, LR, WARMUP = (
+    400,
+    64,
+    3e-3,
+    20,
+)  # updates, texts per update, peak rate, warm-up updates
 HELD_OUT = 512  # number of problems in heldout.jsonl
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
@@ -48,8 +56,12 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS + tags])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>",
-                                   clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        clean_up_tokenization_spaces=False,
+    )
 
 
 # --- the task
@@ -126,8 +138,11 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
     if config.items() <= read_json(path / "tiny.json").items():
         return str(path)
-    require(not path.exists(), f"{path} is not the base model of {task.name!r}, seed {seed}",
-            "another folder")
+    require(
+        not path.exists(),
+        f"{path} is not the base model of {task.name!r}, seed {seed}",
+        "another folder",
+    )
     new = Path(f"{path}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
     rng, tokenizer = random.Random(seed), task.tokenizer()
@@ -135,10 +150,22 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=True, initializer_range=0.05, dtype="float32", bos_token_id=None, **special))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            initializer_range=0.05,
+            dtype="float32",
+            bos_token_id=None,
+            **special,
+        )
+    )
     pretrain(model, tokenizer, train, rng, task)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(new)
@@ -150,8 +177,13 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     return str(path)
 
 
-def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list, rng: random.Random,
-             task: Task) -> None:
+def pretrain(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: list,
+    rng: random.Random,
+    task: Task,
+) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
     Reasoning takes longer to learn than guessing, so only the last third of the texts has guessed answers."""
     texts, count = [], BATCHES * BATCH
@@ -163,14 +195,21 @@ def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
     whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
     tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
-    for i, batch in enumerate(tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)):
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    for i, batch in enumerate(
+        tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)
+    ):
         cosine = 0.5 + 0.5 * math.cos(math.pi * i / BATCHES)
         optimizer.param_groups[0]["lr"] = LR * (min(1, (i + 1) / WARMUP) * cosine)
-        batch = batch[:, :(batch != tokenizer.pad_token_id).sum(1).max()]
-        logits = model(batch[:, :-1], use_cache=False).logits[:, prompt_len - 1:]
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, prompt_len:].flatten(),
-                               ignore_index=tokenizer.pad_token_id)
+        batch = batch[:, : (batch != tokenizer.pad_token_id).sum(1).max()]
+        logits = model(batch[:, :-1], use_cache=False).logits[:, prompt_len - 1 :]
+        loss = F.cross_entropy(
+            logits.flatten(0, 1),
+            batch[:, prompt_len:].flatten(),
+            ignore_index=tokenizer.pad_token_id,
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
