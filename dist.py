@@ -128,17 +128,13 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     if not td.is_initialized():
         # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
-        alone = size == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = (
-            None if alone else fresh_store(rank, size, port, timeout)
-        )  # None: torch makes a store
-        td.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            timeout=timeout,
-            rank=rank,
-            world_size=size,
-            store=store,
-        )
+        # A process alone needs no network.
+        store = td.HashStore() if size == 1 else fresh_store(rank, size, port, timeout)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        td.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
+        # Without this barrier, a rank that ends early, by a user's mistake, would break the connections that
+        # slower ranks are still making.
+        td.all_reduce(torch.zeros(1))
     compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
     return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
 
@@ -175,9 +171,8 @@ def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) ->
     timer = threading.Timer(WAIT, tell)
     timer.daemon = True
     timer.start()
-    # Port 0 is any free port. With multi_tenant, a forked process would use its parent's server there.
     store = td.TCPStore(
-        address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=port > 0
+        address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
     store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
     deadline = time.monotonic() + timeout.total_seconds()
