@@ -1,18 +1,22 @@
-"""Ends a process that hangs, and turns a signal such as ctrl-C into a request to save and stop."""
+"""Ends a process that hangs, turns a signal such as ctrl-C into a request to save and stop, and prints why a
+process crashed."""
 
 import atexit
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 import torch.distributed as td
 
+from configs import printable, tell_torchrun
 from dist import CURRENT, not_ignored, stop_signal
 
 
@@ -119,3 +123,17 @@ def handle_signals(grace: float) -> Iterator[None]:
             signal.signal(number, handler)
         ended.set()
         stop_signal.clear()
+
+
+def report_crash() -> None:
+    """Print the current exception, with the rank, its host and phase, and tell torchrun. If the
+    exception only says that another rank was lost, print one line, after the lost rank's own error."""
+    why = printable(traceback.format_exc())
+    lost = re.search(".*(?:by peer|ncclRemoteError).*", why)
+    where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
+    why = lost[0] if lost else why
+    print(f"{where} failed in phase {CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
+    if lost:
+        time.sleep(2)  # let the failed peer end first, because torchrun prints the first failure
+    else:
+        tell_torchrun(why)

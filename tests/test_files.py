@@ -27,8 +27,8 @@ import dist
 import train
 from configs import UserError, misfit, read_jsonl
 from engine import MemoryLedger, eos_ids
+from guard.checks import is_run
 from guard.lock import FolderLock
-from guard.start import is_run
 from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import files_weights, load_config, load_policy, load_tokenizer
