@@ -209,7 +209,12 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
         advantages /= grpo.batch_std(dist.all_sum(sums))
     return [
         replace(s, advantage=a, in_loss=s.in_loss and k)
-        for s, a, k in zip(samples, advantages.tolist(), keep.tolist(), strict=True)
+        for s, a, k in zip(
+            samples,
+            advantages.tolist(),
+            keep.tolist(),
+            strict=True,
+        )
     ]
 
 
@@ -401,7 +406,14 @@ def critic_pack_loss(
 
     tokens: number of tokens in the loss of the whole update
     responses: not used, but `train_role` passes the same arguments to both losses"""
-    loss = ppo.value_loss(model(p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
+    loss = ppo.value_loss(
+        model(p),
+        p.values,
+        p.returns,
+        p.mask,
+        tokens,
+        cfg.value_clip,
+    )
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
@@ -429,12 +441,9 @@ def policy_pack_loss(
     weights = grpo.token_weights(
         p.mask, segment, cfg.aggregation, tokens, responses, cfg.max_response_len, p.prompt_share
     )
-    inputs = (logp, old, p.advantages, p.mask)
-    bounds = (cfg.clip_low, cfg.clip_high, correction)
-    if cfg.algo == "ppo":
-        loss, clipped = ppo.policy_loss(*inputs, tokens, *bounds)
-    else:
-        loss, clipped = grpo.policy_loss(*inputs, segment, weights, cfg.ratio, *bounds)
+    inputs = (logp, old, p.advantages, p.mask, segment, weights)
+    clip = (cfg.clip_low, cfg.clip_high)
+    loss, clipped = grpo.policy_loss(*inputs, cfg.ratio, *clip, correction)
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,

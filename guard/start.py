@@ -147,7 +147,7 @@ def load(
     case = case_of(cfg, world, len(inputs.problems))
     cfg = case.cfg
     facts = state_of(cfg, world, inputs, saved)
-    planned = check_fit(case, world, say)
+    planned = check_fit(case, say)
     engine = dist.together(make_engine, cfg.model, inputs.tokenizer, cfg, world.device, world.dtype)
     for name, problems in ({"--data": inputs.problems} | inputs.held_out).items():
         check_gold(name, problems, inputs.grader, cfg, world, say)
@@ -167,7 +167,8 @@ def load(
     noted = facts["noted"]
     log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own, lock.check)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm, lock.check)
-    log.say("\n".join([*lines, dist.start_line()]))
+    for line in lines:
+        log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     progress = (start, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
@@ -210,7 +211,7 @@ def state_of(
     return {"config": asdict(cfg), "read": read, "noted": noted, "solved": solved}
 
 
-@dist.starting("data")
+@dist.phase("start/data")
 def load_data(
     cfg: Config,
     tokenizer: Any,
@@ -234,7 +235,7 @@ def load_data(
     return problems, held_out
 
 
-@dist.starting("models")
+@dist.phase("start/models")
 def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
     sharded."""

@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -126,14 +125,8 @@ def handle_signals(grace: float) -> Iterator[None]:
 
 
 def report_crash() -> None:
-    """Print the current exception, with the rank, its host and phase, and tell torchrun. If the
-    exception only says that another rank was lost, print one line, after the lost rank's own error."""
+    """Print the current exception, with the rank, its host and phase, and tell torchrun."""
     why = printable(traceback.format_exc())
-    lost = re.search(".*(?:by peer|ncclRemoteError).*", why)
     where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
-    why = lost[0] if lost else why
     print(f"{where} failed in phase {CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
-    if lost:
-        time.sleep(2)  # let the failed peer end first, because torchrun prints the first failure
-    else:
-        tell_torchrun(why)
+    tell_torchrun(why)

@@ -483,18 +483,24 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks):
         ckpt.resume(path, saved, {}, saved | {"config": saved["config"] | {"steps": 3}})
 
 
-# Edits of the model folder: name -> (file, old text, new text, part of the error message). If the old text is
-# "", the edit flips one bit of the file. If the message is "", the run resumes.
+# Edits of the model folder: name -> (file, old text, new text). Without an old text, the edit flips one bit.
 EDITS = {
-    "nothing": ("config.json", "{", "{", ""), "spaces": ("tokenizer.json", '": ', '"  :  ', ""),
-    "a sampling default": ("generation_config.json", "{", '{"top_k": 3,', ""),
-    "one weight": ("model.safetensors", "", "", "(ref's weights: "),
-    "a token of no prompt": ("tokenizer.json", '"y":', '"yy":', "(policy's tokenizer: "),
+    "spaces": ("tokenizer.json", '": ', '"  :  '),
+    "a sampling default": ("generation_config.json", "{", '{"top_k": 3,'),
+    "one weight": ("model.safetensors", "", ""), "a token of no prompt": ("tokenizer.json", '"y":', '"yy":'),
     "spaces at decoding": ("tokenizer_config.json", '"clean_up_tokenization_spaces": false',
                            '"clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": true, '
-                           '"clean_up_tokenization_spaces": true', "(policy's tokenizer: "),
-    "an end token": ("generation_config.json", ": 261", ": [5, 261]", "end tokens: [261] -> [5, 261]"),
-    "a setting": ("config.json", "1e-06", "0.1", "(policy's rms_norm_eps: 1e-06 -> 0.1; critic's rms_norm")}
+                           '"clean_up_tokenization_spaces": true'),
+    "an end token": ("generation_config.json", ": 261", ": [5, 261]"),
+    "a setting": ("config.json", "1e-06", "0.1")}
+
+
+def edited(source, folder, *edits):
+    shutil.copytree(source, folder)
+    for file, text, new in map(EDITS.get, edits):
+        path = folder / file
+        path.write_text(path.read_text().replace(text, new)) if text else flip(path)
+    return folder
 
 
 def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
@@ -503,15 +509,20 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
     link.symlink_to(base.model)
     cfg = dataclasses.replace(base, model=str(link), kl_coef=0.1, steps=1, out=f"{tmp_path}/run")
     assert run_ranks(2, ranks.main, cfg) == ["", ""]
-    for name, (file, text, new, words) in EDITS.items():
-        folder = shutil.copytree(base.model, tmp_path / name)
-        path = folder / file
-        path.write_text(path.read_text().replace(text, new)) if text else flip(path)
-        link.unlink()
-        link.symlink_to(folder)
-        found, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, model=str(link if words else folder)))
-        assert words in found if words else found["start"] == 1, (name, found)
+    same = edited(base.model, tmp_path / "same", "spaces", "a sampling default")
+    assert run_ranks(1, ranks.prepared, dataclasses.replace(cfg, model=str(same)))[0]["start"] == 1
     assert "code: " not in capfd.readouterr().out
+    for name, edits, words in (
+            ("decoding", ["spaces at decoding"], ["(policy's tokenizer: "]),
+            ("all", ["one weight", "a token of no prompt", "an end token", "a setting"],
+             ["policy's tokenizer: ", "ref's weights: ", "end tokens: [261] -> [5, 261]",
+              "policy's rms_norm_eps: 1e-06 -> 0.1; ", "critic's rms_norm"])):
+        link.unlink()
+        link.symlink_to(edited(base.model, tmp_path / name, *edits))
+        found, = run_ranks(1, ranks.prepared, cfg)
+        assert all(word in found for word in words), found
+    for name in ("a setting", "one weight"):
+        edited(base.model, tmp_path / name, name)
     for flag, name, words in (("critic_model", "a setting", "(critic's rms_norm_eps: 1e-06 -> 0.1)"),
                               ("ref_model", "one weight", "(ref's weights: ")):
         other = dataclasses.replace(cfg, model=base.model, **{flag: f"{tmp_path}/{name}"})
