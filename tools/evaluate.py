@@ -189,9 +189,9 @@ def _decimals(value):
 class EvalConfig(Config):
     """The flags of train.py, and --write_rows."""
 
-    write_rows: tuple[str, str] | None = (
-        None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
-    )
+    # fmt: off
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
+    # fmt: on
 
 
 EVAL_FLAGS = tuple(
@@ -372,8 +372,8 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    if cfg.template == "chat":
-        fix_date(tokenizer, cfg.date)
+    day = cfg.date if cfg.template == "chat" else ""
+    cfg = replace(cfg, date=fix_date(tokenizer, day))
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     check_tokens(sets.values(), load_config(path))
