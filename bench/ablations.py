@@ -32,6 +32,7 @@ import torch
 
 import grpo
 import ppo
+import sampling
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
@@ -50,7 +51,7 @@ TASKS = {  # task -> (flags of its runs, threshold of the mean reward for `steps
 }
 REFERENCE = replace(
     PRESETS["tiny-grpo"], steps=STEPS, eval_every=STEPS, save_every=0, eval_samples=(2,), prompts_per_step=16,
-    policy_lr=2e-4, lr_decay="constant", reward=("exact",), save_samples="none", keep_best="",
+    policy_lr=2e-4, lr_decay="constant", reward=("exact",), keep_best="",
     aggregation="response", device="cpu", dtype="float32", max_logp_gap=100.0, go=True)
 # With one update a step the ratio is 1, so the clip has no effect. grpo-4 has 4 updates, to test the clip.
 REFERENCES = {"grpo": REFERENCE, "grpo-4": replace(REFERENCE, policy_updates=4),
@@ -108,7 +109,7 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 def wrong_grades(cfg: Config, share: float) -> None:
     """Replaces each training reward r by 1 - r with probability `share`."""
-    right = train.rollout
+    right = sampling.rollout
 
     def rollout(*args):
         def graded(s):
@@ -117,7 +118,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
         samples, left = right(*args)
         return [graded(s) for s in samples], left
 
-    train.rollout = rollout
+    sampling.rollout = rollout
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
@@ -263,14 +264,14 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
         cfg = replace(cfg, out=f"{folder}/run")
         if variant.patch:
             variant.patch(cfg, **variant.args)
-        error, right, sampled = "", train.rollout, []
+        error, right, sampled = "", sampling.rollout, []
 
         def rollout(*args):
             samples, left = right(*args)
             sampled.append(len(samples))
             return samples, left
 
-        train.rollout = rollout
+        sampling.rollout = rollout
         try:
             run = train.prepare(cfg)
             with run.log:

@@ -47,14 +47,15 @@ def count() -> None:
 
 if __name__ == "__main__":
     import train
+    from guard import start as start_of_run
 
-    load_models = train.load_models
+    load_models = start_of_run.load_models
 
     def start(*args):
         SENDS.clear()  # drops the bytes of the network check at the start
         return load_models(*args)
 
-    train.load_models = start
+    start_of_run.load_models = start
     count()
     train.main(configs.parse())
     if td.get_rank() == 0:

@@ -1,4 +1,5 @@
-"""Ends a process that hangs, and turns a signal such as ctrl-C into a request to save and stop."""
+"""Ends a process that hangs, turns a signal such as ctrl-C into a request to save and stop, and prints why a
+process crashed."""
 
 import atexit
 import contextlib
@@ -9,10 +10,12 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 import torch.distributed as td
 
+from configs import printable, tell_torchrun
 from dist import CURRENT, not_ignored, stop_signal
 
 
@@ -119,3 +122,11 @@ def handle_signals(grace: float) -> Iterator[None]:
             signal.signal(number, handler)
         ended.set()
         stop_signal.clear()
+
+
+def report_crash() -> None:
+    """Print the current exception, with the rank, its host and phase, and tell torchrun."""
+    why = printable(traceback.format_exc())
+    where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
+    print(f"{where} failed in phase {CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
+    tell_torchrun(why)

@@ -28,8 +28,9 @@ import dist
 import model
 import train
 from engines import vllm_engine
+from guard.checks import case_of, check_gold
 from guard.selfcheck import selfcheck
-from guard.start import check_gold
+from guard.start import load_models
 from guard.watch import watch
 from rollout import load_sets, make_grader, rollout
 
@@ -79,10 +80,9 @@ def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[st
     world = dist.init("cpu", "float32")
     shard = dist.shard
     with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):
-        policy, critic, ref = train.load_models(cfg, world)
+        policy, critic, ref = load_models(case_of(cfg, world), world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
-    n_prompts = 1 + max(s.prompt_id for s in samples)
-    minibatches = train.make_packs(mine, n_prompts, 0, cfg, world, policy.model, Meter())
+    minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
     counts = dist.gather([len(packs) for packs in minibatches])
     assert all(of_rank == counts[0] for of_rank in counts)
     meter = Meter()
@@ -223,14 +223,6 @@ def main(cfg, with_report: bool = False) -> str:
     return message_of(train.main, cfg)
 
 
-def edited(cfg, file: Path) -> str:
-    """Trains, and edits the base model's config.json before the export. Returns the error message."""
-    run = train.prepare(cfg)
-    train.train(run)
-    file.write_text(file.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1'))
-    return message_of(train.finish, run)
-
-
 def prepared(cfg) -> dict | str:
     """Prepares a run. Returns {"start": its first step, name: whole tensor}, or a UserError's message."""
     try:
@@ -286,14 +278,14 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
     """Makes five updates, with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first update left
     the weights unchanged, whether the second changed the weights, and the error message of the fifth."""
     world = dist.init("cpu", "float32")
-    policy, _, _ = train.load_models(cfg, world)
+    policy, _, _ = load_models(case_of(cfg, world), world)
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
 
     def update(value: float) -> bool:
         before = [p.detach().clone() for p in policy.model.parameters()]
         for p in policy.model.parameters():
             p.grad = torch.full_like(p, value)
-        train.update(policy, [], 1e-3, 0, cfg, meter, log)
+        train.update(policy, 1e-3, 0, cfg, meter, log)
         return all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
     left = update(float("nan")) and not policy.optimizer.state
@@ -417,7 +409,7 @@ def gold_messages(cfg, tokenizer, grader, world) -> list[str]:
     try:
         check_gold("--data", problems, grader, cfg, world, said.append)
         for name, part in load_sets(cfg, tokenizer, str).items():
-            check_gold(name, part, grader, cfg, world, said.append, refuse=False)
+            check_gold(name, part, grader, cfg, world, said.append)
     except UserError as e:
         said.append(f"refused: {e}")
     return said

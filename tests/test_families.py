@@ -22,7 +22,7 @@ import rollout
 from configs import PRESETS, UserError
 from engines import vllm_engine
 from engines.torch_engine import TorchEngine
-from guard.start import check_vocabularies
+from guard.checks import check_vocabularies
 from tools import plan
 
 NEAR = 1e-5  # largest allowed difference of log-probs (nats) and of gradients (relative to their norm)

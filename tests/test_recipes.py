@@ -27,7 +27,7 @@ import reward
 import rollout
 from bench import shape, tasks
 from configs import PRESETS, UserError, parse, read_jsonl
-from guard.start import check_parts
+from guard.checks import check_parts
 from model import load_tokenizer
 from rollout import accuracy
 from tools import evaluate
@@ -317,12 +317,12 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
         cfg = dataclasses.replace(cfg, steps=steps, reward=(f"{file}:score=2",), env=f"{file}:turn")
         messages += run_ranks(1, ranks.main, cfg)
         cfg = dataclasses.replace(cfg, eval_every=0)
-    assert "--env: " in messages[1] and all("--reward: " in message for message in messages[1:3])
+    assert all("files of --reward and --env: " in message for message in messages[1:3])
     assert "'pkg.one': " in messages[2] and "'far': " in messages[2]
     assert messages[::3] == ["", ""]
     (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
     cfg = dataclasses.replace(cfg, steps=3, eval_every=1, eval_data=(f"{tmp_path}/train.jsonl",))
-    assert "--eval_data train: 40 problems" in run_ranks(1, ranks.main, cfg)[0]
+    assert "--eval_data train: " in run_ranks(1, ranks.main, cfg)[0]
 
 
 @pytest.mark.parametrize("reward,words", {
@@ -354,21 +354,19 @@ def test_a_data_set_ends_at_the_first_at_sign_of_what_is_no_path(base, spec, dat
     ("orz", True), ("plain", True), ("{{ m[0].content }}<think>\n", True), ("{{ m[0].content }}:", False),
     ("{{ m[0].content }}<think>\n\n</think>\n\n", False)])
 def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tiny, template, opens):
-    """`format` and `tags` look for <think> in the response. `length` needs several samples of a prompt."""
+    """`format` and `tags` look for <think> in the response."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
     name = template if template in data.TEMPLATES else "chat"
     cfg = dataclasses.replace(base, template=name, max_prompt_len=2048, max_response_len=24, pack_len=4096)
     problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
 
-    def refused(*parts, **change):
-        with_parts = dataclasses.replace(cfg, reward=("math", *parts), **change)
+    def refused(*parts):
+        with_parts = dataclasses.replace(cfg, reward=("math", *parts))
         with pytest.raises(UserError) as e:
             check_parts(problems, tokenizer, with_parts)
         return str(e.value)
 
-    check_parts(problems, tokenizer, dataclasses.replace(cfg, reward=("math", "length")))
-    assert refused("length", samples_per_prompt=1).startswith("--reward length compares the samples of a")
     for part in ("format", "tags"):
         if opens:
             assert re.match(f"--reward {part} .*--template {name} .*; needed: ", refused(f"{part}=0.5"))

@@ -22,7 +22,7 @@ from data import Problem
 from grading import worker
 from grading.answers import extract_answer, grade
 from grading.worker import Grade, Grader
-from guard.start import ungradable
+from guard.checks import ungradable
 from reward import think_then_answer
 
 SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"

@@ -27,7 +27,8 @@ from configs import PRESETS, UserError
 from grading import rows
 from grading.rows import ROW
 from grading.worker import Grader
-from guard import start
+from guard import checks
+from guard.identity import fingerprint
 from model import load_config, load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
@@ -426,14 +427,14 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
     (said,) = gold_check(cfg)
     assert said.startswith("--data: 1 of 150")
     assert gold_check(replace(cfg, reward=base.reward)) == []
-    monkeypatch.setattr("guard.start.GOLD_SAMPLE", 100)
+    monkeypatch.setattr("guard.checks.GOLD_SAMPLE", 100)
     path.write_text(gold_rows(75, 150))
     sample = gold_check(cfg)
     assert run_ranks(2, ranks.gold_check, cfg) == [sample, sample]
     assert 30 < int(re.match(r"--data: (\d+) of 100 gold answers", sample[0])[1]) < 70
 
 
-def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts(base, gold_check, tmp_path):
+def test_gold_answers_of_evaluation_sets_and_of_a_second_comparison_are_checked(base, gold_check, tmp_path):
     """Gold answers of --data are checked even if only the second term of --reward compares answers."""
     train, test = tmp_path / "gold.jsonl", tmp_path / "held.jsonl"
     train.write_text(gold_rows(0, 10))
@@ -441,7 +442,8 @@ def test_gold_answers_of_evaluation_sets_are_told_and_a_second_comparison_counts
     cfg = replace(base, data=(str(train),), eval_data=(str(test),), reward=("math",), out=str(tmp_path),
                   go=False, max_prompt_len=64)
     bad = "2 of 4 gold answers can't be graded: held.jsonl:1 'no', held.jsonl:2 '$$'"
-    assert gold_check(cfg) == [f"held: {bad}"]
+    told, refused = gold_check(cfg)
+    assert told == f"held: {bad}" and refused.startswith(f"refused: {told}; needed: ")
     train.write_text(gold_rows(3, 10))
     said = gold_check(replace(cfg, reward=(base.reward[0], "math")))
     assert said[-1].startswith("refused: --data: 3 of 10 gold answers can't be graded: gold.jsonl:1 'no'")
@@ -473,10 +475,10 @@ def test_data_set_file_and_text_are_parts_of_a_problem(tokenizer, tmp_path):
     path, prints = tmp_path / "d.jsonl", set()
     for name in ("", "gsm8k", "ifeval"):
         path.write_text(json.dumps({"prompt": Q, "answer": "2", "dataset": name}))
-        prints.add(data.fingerprint(load(path, tokenizer)))
+        prints.add(fingerprint(load(path, tokenizer)))
     assert len(prints) == 3
     problem = data.Problem("", (1,), "1", file="a")
-    prints = [data.fingerprint([replace(problem, **change)]) for change in ({}, {"text": " "}, {"file": "b"})]
+    prints = [fingerprint([replace(problem, **change)]) for change in ({}, {"text": " "}, {"file": "b"})]
     assert prints[0] == prints[2] != prints[1]
     a = {"dataset": "a"}
     marks = [a, {"dataset": "b"}, {"reward": "exact"}, {}, a, {"reward": "math"}]
@@ -728,25 +730,21 @@ def test_a_placeholder_as_gold_answer_cannot_be_graded(text):
     problem = data.Problem("p", (1,), text)
     with Grader(workers=1, deadline=20) as grader:
         grader.submit = lambda *rest: None  # what math-verify says of the text is no matter here
-        assert start.ungradable([problem], [0], grader) == ([0] if text in PLACEHOLDERS else [])
-        assert start.ungradable([replace(problem, kind="exact")], [0], grader) == []
+        assert checks.ungradable([problem], [0], grader) == ([0] if text in PLACEHOLDERS else [])
+        assert checks.ungradable([replace(problem, kind="exact")], [0], grader) == []
 
 
-def test_odd_gold_answers_are_told(base, gold_check, tmp_path):
+def test_placeholders_among_gold_answers_are_told(base, gold_check, tmp_path):
     path = tmp_path / "g.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
 
-    def said(*answers, kind="math"):
-        path.write_text("".join(json.dumps({"prompt": f"{i // 2 if a[0] == '*' else i}=", "reward": kind,
-                                            "answer": a.strip("*")}) + "\n" for i, a in enumerate(answers)))
+    def said(*answers):
+        rows = [{"prompt": f"{i}=", "answer": answer} for i, answer in enumerate(answers)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return gold_check(cfg)
 
     many = [str(i) for i in range(200)]
-    assert said(*many) == said(*many, "7", "8", "9") == []
-    assert said("*1", "*2", *many) == ["--data: 1 prompts have several gold answers, such as ['1', '2']"]
-    assert said("*1", "*1", *many[4:]) == []  # the second row is a repeat
-    assert said(*many, *["yes"] * 11) == ["--data: the gold answer of 11 of 211 problems is 'yes'"]
-    assert said(*many, *["yes"] * 10) == [] == said(*["A"] * 90, kind="choice")
+    assert said(*many) == []
     *told, refused = said(*many, "proof", "proof", "notfound")
     assert told == ["--data: 3 of 203 gold answers can't be graded: g.jsonl:201 'proof', g.jsonl:202 'proof'"
                     ", g.jsonl:203 'notfound'"] and refused.startswith("refused: --data: 3 of 203")

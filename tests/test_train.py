@@ -93,8 +93,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
 def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path):
     """The metric `reward` is the mean of --reward's first term without its weight. A failed call gives 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
-    cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1, out=f"{tmp_path}/n")
-    assert "broken failed on all of the first" in run_ranks(1, main, dataclasses.replace(cfg, go=False))[0]
+    cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1)
     (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
     assert row["reward"] > 0 and row["grade/error"] == 0
     assert row["reward/broken"] == 0 and row["reward/broken/failed"] == 1 - row["truncated"]
@@ -118,9 +117,8 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
 
 
 @pytest.mark.parametrize("changes,words", [
-    (dict(reward=("math",)), ["all of the first 32 responses score 0", "--go",
-                              ".jsonl --reward math --extractor orz --deadline 5; needed: "]),
-    (dict(stop=()), ["responses were cut at --max_response_len 24", "--go"])], ids=["none right", "most cut"])
+    (dict(reward=("math",)), ["of the first 32 responses: ", " unparsed", "needed: answers that", "--go"]),
+    (dict(stop=()), ["of the first 32 responses: ", " truncated, ", "--go"])], ids=["none right", "most cut"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)

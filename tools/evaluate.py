@@ -38,13 +38,12 @@ import torch
 from huggingface_hub import hf_hub_download
 
 import dist
-from ckpt import MARKER, VERSIONS, Facts, model_facts
+from ckpt import MARKER
 from configs import (
     DATA_FILES,
     Config,
     Say,
     check_model,
-    differences,
     explained,
     from_hub,
     given_flags,
@@ -55,16 +54,23 @@ from configs import (
     show,
     user_errors,
 )
-from data import fingerprint, prompt_form
+from data import fix_date, prompt_form
 from engine import Engine
 from grading.worker import Grader
+from guard.checks import check_gold
+from guard.identity import (
+    VERSIONS,
+    Facts,
+    differences,
+    fingerprint,
+    folder_fingerprint,
+    model_facts,
+)
 from guard.lock import FolderLock
-from guard.start import check_gold, with_date
 from guard.watch import watch
 from model import (
     Policy,
     files_weights,
-    folder_fingerprint,
     load_config,
     load_tokenizer,
     on_meta,
@@ -183,9 +189,9 @@ def _decimals(value):
 class EvalConfig(Config):
     """The flags of train.py, and --write_rows."""
 
-    write_rows: tuple[str, str] | None = (
-        None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
-    )
+    # fmt: off
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
+    # fmt: on
 
 
 EVAL_FLAGS = tuple(
@@ -366,9 +372,8 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    # with_date refuses a cfg.date without effect on the prompts. An export's chat template may have the date
-    # inside. So cfg.date is passed as `earlier`, which with_date does not refuse.
-    cfg = with_date(replace(cfg, date=""), tokenizer, cfg.date, say)
+    day = cfg.date if cfg.template == "chat" else ""
+    cfg = replace(cfg, date=fix_date(tokenizer, day))
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     check_tokens(sets.values(), load_config(path))

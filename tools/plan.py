@@ -797,7 +797,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
         parts["ref"] = [
             (n * case.ref.policy_params / params, *times) for n, *times in forward["policy"]
         ]
-    if cfg.updates_per_step > 1 or (cfg.kl_coef and cfg.kl_in == "reward"):
+    if cfg.needs_old_logp:
         parts["old_logp"] = forward["policy"]
     if "critic" in forward:
         parts["values"] = forward["critic"]

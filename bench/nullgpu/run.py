@@ -41,7 +41,7 @@ import configs
 import dist
 from bench.common import arguments, say
 from bench.shape import build
-from guard.start import model_shapes
+from guard.checks import model_shapes
 from tools import plan
 
 GIB = 2**30

@@ -56,6 +56,7 @@ import train
 from bench.common import say
 from bench.nullgpu.memory import planned
 from bench.shape import config_of
+from guard.start import Role, make_optimizer
 from log import Meter
 from tools import plan
 
@@ -115,7 +116,7 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
-              world: dist.World) -> train.Role:
+              world: dist.World) -> Role:
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
     with torch.device("meta"):
         module = kind(config)
@@ -125,7 +126,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # to_empty() has erased its values
-    return train.Role(name, module, train.make_optimizer(module, lr, cfg))
+    return Role(name, module, make_optimizer(module, lr, cfg))
 
 
 # --- the measurement
@@ -183,7 +184,7 @@ class Phases:
         self.begin()
 
 
-def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
+def run_sync(policy: Role, world: dist.World, phases: Phases) -> None:
     torch.cuda.empty_cache()
     phases.begin()
     for name, weight in dist.full_weights(policy.model, world.device):
@@ -191,7 +192,7 @@ def run_sync(policy: train.Role, world: dist.World, phases: Phases) -> None:
     phases.end("sync")
 
 
-def run_updates(role: train.Role, i: int, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
+def run_updates(role: Role, i: int, args: argparse.Namespace, cfg: configs.Config, world: dist.World,
                 phases: Phases) -> None:
     """Runs a step's updates of a role. i: number of the step"""
     count = args.updates if role.name == "critic" else 1

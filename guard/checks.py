@@ -1,0 +1,309 @@
+"""The checks at the start of a run, in order. If a check fails, all ranks raise the same UserError.
+
+preflight       all ranks run the same program, and no other run uses the folder
+identity.py     all ranks read the same data and models
+check_fit       memory and disk are large enough
+check_gold      the gold answers can be graded
+selfcheck.py    the engine and the trainer compute the same log-probs
+first_look      some of the first responses score above 0"""
+
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt
+import dist
+from configs import (
+    GIB,
+    Config,
+    Say,
+    UserError,
+    explained,
+    gib,
+    names_in,
+    read_json,
+    require,
+    short_hash,
+    shorten,
+)
+from data import Problem, Sample
+from grading.answers import grade
+from grading.worker import MAX_ANSWER, Grader
+from guard.identity import VERSIONS, check_ranks, source_of
+from guard.lock import FolderLock
+from model import load_config, load_tokenizer
+from rollout import graders_of, terms_of
+from tools import plan
+
+# --- the machines
+
+
+def preflight(
+    cfg: Config,
+    lock: FolderLock,
+    main: bool,
+) -> None:
+    """Let rank 0 (`main`) make the run's folder and take its lock.
+
+    Raises UserError if ranks differ in code, packages, settings or folder, or if the folder is in use or not
+    writable."""
+    program = VERSIONS | {"config": short_hash(repr(cfg).encode())}
+    check_ranks("runs", program, "the same code, packages and command line on every machine")
+    dist.together(lambda: claim_folder(cfg, lock) if main else None)
+    owner = {f"the lock in {lock.file.parent}": dist.together(lock.owner)}
+    check_ranks("finds", owner, "--out on a file system that all ranks share")
+
+
+# Names of .git and of the files and folders that a run or tools.report writes. A new run refuses a folder
+# --out that contains such a name, unless an earlier run wrote there. So a run overwrites no other files, and
+# writes into no repository.
+WRITTEN = (
+    ".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
+    "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html"
+).split()
+
+
+def claim_folder(cfg: Config, lock: FolderLock) -> None:
+    """Makes the run's folder and takes its lock. Raises UserError if the folder:
+
+    - is in use or not writable
+    - is not empty, with --resume never (allowed after a restart by torchrun)
+    - has a file or folder named in WRITTEN, but no complete checkpoint. (Of a run that has saved no
+      checkpoint, only the folder export/ counts.)
+    - has files in export/policy or export/critic that no export wrote"""
+    folder = lock.file.parent
+    with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
+        found = [name for name in names_in(folder) if name != lock.file.name]
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        require(
+            cfg.resume != "never" or restarted or not found,
+            f"{folder} is not empty, and --resume is never",
+            "an empty --out, or --resume auto",
+        )
+        if not ckpt.complete(folder):
+            kept = ["export"] if is_run(folder) else WRITTEN
+            foreign = ", ".join(name for name in found if name in kept)
+            require(
+                not foreign,
+                f"{folder} has {foreign}, which a new run would replace",
+                "another --out",
+            )
+        # Checked now, so that the export at the end of the run does not fail.
+        for who in ("policy", "critic"):
+            ckpt.check_export_path(folder / "export" / who)
+        lock.claim()
+
+
+def is_run(folder: Path) -> bool:
+    """Returns whether an earlier run has written to this folder. Raises UserError if its config.json is
+    damaged or can't be read."""
+    return read_json(folder / "config.json").keys() >= {"algo", "versions"}
+
+
+def case_of(
+    cfg: Config,
+    world: dist.World,
+    problems: int = 0,
+) -> plan.Case:
+    """Returns the run as a plan.Case, from which tools/plan.py computes memory and time. GPU memory and host
+    memory are the smallest of all ranks. A collective: all ranks must call it. Raises UserError if a model
+    can't be read.
+
+    problems: number of prompts in an epoch; 0: not given, so the plan assumes plan.ASSUMED_PROMPTS"""
+    cuda = world.device.type == "cuda"
+    device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    every = dist.gather((device_bytes, plan.host_memory(), local))
+    memory = min(of_rank[0] for of_rank in every)
+    host = min(of_rank[1] for of_rank in every)
+    most = max(of_rank[2] for of_rank in every)
+    gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
+    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, most, host, problems)
+
+
+def model_shapes(cfg: Config) -> list[plan.Shape]:
+    """Returns the sizes of policy, critic and reference. Raises UserError if a model can't be read."""
+    paths = [source_of(who, vars(cfg)) for who in ("policy", "critic", "ref")]
+    return [plan.shape_of(load_config(path).to_dict(), path) for path in paths]
+
+
+def check_fit(case: plan.Case, say: Say) -> plan.Plan:
+    """Returns the run's plan (tools/plan.py). Prints the plan's section "run". Raises UserError, with
+    a remedy, if memory or disk is too small."""
+    planned = plan.plan_of(case)
+    say("\n".join([*plan.as_text({"run": planned["run"]}), ""]))
+    shortage = plan.shortage(case)
+    if shortage:
+        raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
+    disk = planned["host and disk, GiB"]["disk, all"]
+    out = Path(case.cfg.out)
+    dist.together(check_space, out.absolute(), disk * GIB)
+    say(f"{plan.verdict(case)}\nthe whole plan: {out / 'plan.json'}\n")
+    return planned
+
+
+def check_space(folder: Path, needed: float) -> None:
+    """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
+    used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
+    # `used` counts as free, because the run will delete its old checkpoints.
+    free = shutil.disk_usage(folder).free + used
+    require(
+        free >= needed,
+        f"only {gib(free)} free in {folder} for checkpoints and exports",
+        f"{gib(needed)} there, a smaller --keep, or another --out",
+    )
+
+
+# --- models and data
+
+
+def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
+    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids."""
+    ours = tokenizer.get_vocab().items()
+    for flag in ("critic_model", "ref_model"):
+        path = getattr(cfg, flag)
+        require(
+            not path or ours <= load_tokenizer(path).get_vocab().items(),
+            f"--{flag} {path} has another vocabulary than --model {cfg.model}",
+            f"a --{flag} with the policy's tokenizer",
+        )
+
+
+def check_parts(
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    cfg: Config,
+) -> None:
+    """Raises UserError if --reward has format or tags, which need <think> in the response, and the prompt
+    already ends in <think>."""
+    names = {t.name for t in terms_of(cfg)}
+    prompt = tokenizer.decode(list(problems[0].ids))
+    for part in {"format", "tags"} & names:
+        require(
+            not prompt.rstrip().endswith("<think>"),
+            f"--reward {part} looks for <think> in the response, and the prompt of "
+            f"--template {cfg.template} already ends in <think>",
+            f"a --template that does not end in <think>, or --reward without {part}",
+        )
+
+
+# --- the gold answers
+
+GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
+GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
+# A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
+PLACEHOLDER = re.compile(
+    r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|missing|"
+    r"(no|the)?.?answer|see .*(solution|proof|above)|none|null|nan|n/a|tbd|todo|\?+|"
+    r"\.{2,}|…|-{2,})[\s$)\]}>.]*",
+    re.IGNORECASE,
+)
+
+
+def check_gold(
+    name: str,
+    problems: Sequence[Problem],
+    grader: Grader,
+    cfg: Config,
+    world: dist.World,
+    say: Say,
+) -> None:
+    """Prints how many gold answers of a data set can't be graded. Raises UserError if their share is above
+    GOLD_LIMIT, unless --go is given. Problems that only the user's functions grade are not checked.
+
+    name: the data set's name in the message"""
+    terms = terms_of(cfg)
+    compared = {p.dataset: any(t.kind for t in graders_of(p.dataset, terms)) for p in problems}
+    indices = [i for i, p in enumerate(problems) if compared[p.dataset]]
+    if len(indices) > GOLD_SAMPLE:
+        indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
+    bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))
+    if not bad:
+        return
+    shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
+    found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
+    say(found)
+    require(
+        cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
+        found,
+        'answers that math-verify can read, another --reward, "reward": "exact" in such rows, or '
+        "--go",
+    )
+
+
+def ungradable(
+    problems: Sequence[Problem],
+    indices: Sequence[int],
+    grader: Grader,
+) -> list[int]:
+    """Returns the indices of the problems whose gold answers can't be graded. `indices`: problems to check.
+    A gold answer can't be graded if it:
+
+    - is empty or longer than MAX_ANSWER characters
+    - is not a letter, although its kind is "choice"
+    - is a PLACEHOLDER, and its kind is "math"
+    - has kind "math", and the grader raises an error or times out when it compares a test answer with it"""
+    bad = []
+    for i in indices:
+        gold = problems[i].answer.strip()
+        kind = problems[i].kind
+        if not gold or len(gold) > MAX_ANSWER:
+            bad.append(i)
+        elif kind == "choice" and not grade(gold, gold, kind):
+            bad.append(i)
+        elif kind == "math" and PLACEHOLDER.fullmatch(gold):
+            bad.append(i)
+        elif kind == "math":
+            # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.
+            other = "-1.5" if "." in gold else "-1"
+            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+    grades = grader.results()
+    return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
+
+
+# --- the first responses
+
+
+def first_look(
+    cfg: Config,
+    tokenizer: Any,
+    batch: Sequence[Problem],
+    samples: Sequence[Sample],
+    say: Say,
+    errors: Sequence[str],
+) -> None:
+    """Prints three prompts of the first step, each with one response. Also prints how many responses were
+    correct, wrong, truncated and so on.
+
+    Without --go, raises UserError if more than half of the responses were cut by length, or if all score 0.
+
+    batch: prompts of the step. samples: this rank's responses. errors: messages of its grader"""
+    shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
+    for s in sorted(shown, key=lambda s: s.key):
+        say(
+            f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
+            f"response  {shorten(s.text, 400) or '(empty)'}\n"
+            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}"
+        )
+    reasons = Counter(dist.gather_all(s.reason for s in samples))
+    rewards = dist.gather_all(s.reward for s in samples)
+    errors = dist.gather_all(errors)
+    graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
+    found = f"of the first {len(rewards)} responses: {graded}"
+    if errors:
+        found += f"; first error: {ascii(errors[0])[1:-1]}"
+    say(f"\n{found}\n")
+    mostly_cut = reasons["truncated"] > len(rewards) / 2
+    require(
+        cfg.go or (any(rewards) and not mostly_cut),
+        found,
+        "answers that --extractor finds, a --max_response_len that fits, a --stop that ends "
+        "responses, easier --data, or --go to train anyway",
+    )
