@@ -126,8 +126,13 @@ def test_an_abandoned_call_leaves_nothing_behind(case, page):
 def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
     engine, reads = make_engine(case, 8, slots=8), []
     hidden = engine.policy.hidden
-    engine.policy.hidden = lambda tokens, *rest, **options: (
-        reads.append(tokens.numel()), hidden(tokens, *rest, **options))[1]
+
+    def counted(tokens, *rest, **options):
+        if "segments" in options:  # a prefill
+            reads.append(tokens.numel())
+        return hidden(tokens, *rest, **options)
+
+    engine.policy.hidden = counted
     requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages, and 4 tokens on a fourth
     with engine.awake(dist.full_weights(case[2]), VERSION):
         stream = engine.generate(requests, {k: 4 if k == (0, 5) else 12 for k in requests}, 1.0, KEY, VERSION)
