@@ -457,7 +457,7 @@ def test_requests_that_nobody_reads_do_not_reach_the_next_call(engine, policy, p
     ({"finish_reason": 3}, "vLLM ended a response: error"),
     ({"new_token_ids": [1, 2]}, "vLLM's log-prob is not that of one sampled token"),
     ({"new_token_ids": [-1]}, "vLLM's log-prob is not that of one sampled token"),
-    ({"request_id": "other"}, "vLLM ended requests without an output")])
+    ({"request_id": "other"}, "vLLM lost requests")])
 def test_an_unknown_output_of_vllms_core_is_one_error(vllm, policy, prompts, monkeypatch, changes, words):
     from vllm.v1.engine import FinishReason
 
