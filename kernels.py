@@ -55,19 +55,7 @@ def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor,
 
 
 @triton.jit
-def _logits_grad(
-    z,
-    g,
-    targets,
-    lse,
-    entropy,
-    g_logp,
-    g_entropy,
-    scale,
-    V,
-    HAS_ENTROPY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _logits_grad(z, g, scale, targets, lse, entropy, g_logp, g_entropy, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(z + row * V + i, mask=i < V, other=0.0) * scale
@@ -75,39 +63,15 @@ def _logits_grad(
     p = tl.exp(logp)
     weight = tl.load(g_logp + row)
     grad = tl.where(i == tl.load(targets + row), weight, 0.0) - p * weight
-    if HAS_ENTROPY:
-        grad -= p * (logp + tl.load(entropy + row)) * tl.load(g_entropy + row)
+    grad -= p * (logp + tl.load(entropy + row)) * tl.load(g_entropy + row)
     tl.store(g + row * V + i, (grad * scale).to(g.dtype.element_ty), mask=i < V)
 
 
-def logits_grad(
-    z: Tensor,
-    targets: Tensor,
-    scale: float,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logp: Tensor,
-    g_entropy: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """See model.logits_grad."""
+def logits_grad(z: Tensor, scale: float, dtype: torch.dtype, *rows: Tensor) -> Tensor:
+    """See model.logits_grad. rows: targets, lse, entropy, g_logp, g_entropy"""
     g = torch.empty_like(z, dtype=dtype)
-    grid = len(z), triton.cdiv(z.shape[1], BLOCK)
-    has_entropy = g_entropy is not None
-    _logits_grad[grid](
-        z,
-        g,
-        targets,
-        lse,
-        entropy,
-        g_logp,
-        g_entropy if has_entropy else g_logp,
-        scale,
-        z.shape[1],
-        HAS_ENTROPY=has_entropy,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    n, V = z.shape
+    _logits_grad[(n, triton.cdiv(V, BLOCK))](z, g, scale, *rows, V, BLOCK=BLOCK, num_warps=8)
     return g
 
 

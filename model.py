@@ -45,39 +45,33 @@ from dist import Device, Weights
 
 # --- families
 
-# The supported model types. docs/models.md says why others are refused.
-FAMILIES = (
-    "qwen2",
-    "qwen3",
-    "llama",
-    "mistral",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "phi3",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "cohere",
-    "seed_oss",
-    "ernie4_5",
-)
+# The supported model types, and for each the settings that must be off because vLLM ignores them.
+# docs/models.md says why other model types are refused.
+FAMILIES = {
+    "qwen2": ["use_sliding_window"],
+    "qwen3": ["use_sliding_window", "attention_bias"],
+    "llama": [],
+    "mistral": [],
+    "granite": [],
+    "olmo2": [],
+    "olmo3": [],
+    "smollm3": [],
+    "phi3": [],
+    "gemma3_text": [],
+    "glm": [],
+    "glm4": [],
+    "cohere": ["attention_bias", "untied head"],
+    "seed_oss": [],
+    "ernie4_5": ["use_bias"],
+}
 
 # Settings that must be off, because this file does not implement them.
-MUST_BE_OFF = (
+MUST_BE_OFF = [
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
     "quantization_config",
-)
-# Settings that must be off because vLLM ignores them.
-IGNORED_BY_VLLM = {
-    "qwen2": ["use_sliding_window"],
-    "qwen3": ["use_sliding_window", "attention_bias"],
-    "cohere": ["attention_bias"],
-    "ernie4_5": ["use_bias"],
-}
+]
 # The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
 # sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
@@ -87,21 +81,15 @@ LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layer
 def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
-    wrong = [
-        name
-        for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ()))
-        if getattr(config, name, None)
-    ]
+    settings = config.to_dict() | {"untied head": not config.tie_word_embeddings}
+    wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
-    layers = {*(getattr(config, "layer_types", None) or ())}
+    # Without layer types, a window is a window of all layers.
+    layers = set(settings.get("layer_types") or ["sliding_attention"])
     wrong += layers - LAYERS
-    if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
-        wrong += ["an untied head"]
-    has_window = getattr(config, "sliding_window", None) and (
-        not layers or "sliding_attention" in layers
-    )
+    has_window = settings.get("sliding_window") and "sliding_attention" in layers
     if has_window and torch.cuda.is_available() and "window_size" not in _varlen_options():
-        wrong += [f"sliding windows, which varlen_attn of torch {torch.__version__} lacks"]
+        wrong.append(f"sliding windows, which varlen_attn of torch {torch.__version__} lacks")
     require(
         not wrong,
         f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "
@@ -311,29 +299,21 @@ class ChunkedLogProbs(torch.autograd.Function):
             z = logits_fp32(hidden[c], weight)
             logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
-        ctx.scale, ctx.last = scale, z  # backward begins with this last chunk
-        ctx.set_materialize_grads(False)  # so backward gets g_entropy=None without --entropy_coef
+        ctx.scale = scale
+        ctx.last = z  # backward begins with this last chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
-        g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        rows = targets, lse, entropy, g_logp, g_entropy
+        g_hidden = torch.empty_like(hidden)
+        g_weight = torch.zeros_like(weight, dtype=torch.float32)
         for c in reversed(chunks(hidden, weight)):
             z, ctx.last = ctx.last, None
             if z is None:
                 z = logits_fp32(hidden[c], weight)
-            g = logits_grad(
-                z,
-                targets[c],
-                ctx.scale,
-                lse[c],
-                entropy[c],
-                g_logp[c],
-                None if g_entropy is None else g_entropy[c],
-                weight.dtype,
-            )
+            g = logits_grad(z, ctx.scale, weight.dtype, *(x[c] for x in rows))
             del z
             g_hidden[c] = g @ weight
             add_product(g_weight, g.t(), hidden[c])
@@ -358,30 +338,27 @@ def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor,
 
 def logits_grad(
     z: Tensor,
-    targets: Tensor,
     scale: float,
+    dtype: torch.dtype,
+    targets: Tensor,
     lse: Tensor,
     entropy: Tensor,
     g_logp: Tensor,
-    g_entropy: Tensor | None,
-    dtype: torch.dtype,
+    g_entropy: Tensor,
 ) -> Tensor:
     """Returns the gradient (n, V), in `dtype`, of the fp32 logits z (n, V).
 
     targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
-    entropies. g_entropy is None if the loss has no entropy."""
+    entropies."""
     if z.is_cuda:
         import kernels
 
-        return kernels.logits_grad(z, targets, scale, lse, entropy, g_logp, g_entropy, dtype)
+        return kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
     log_p = torch.add(-lse[:, None], z, alpha=scale)
-    if g_entropy is None:
-        g = log_p.exp_().mul_(-g_logp[:, None])
-    else:
-        g = log_p.exp()
-        g *= log_p.add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None]).neg_()
+    g = log_p.exp()
+    g *= log_p.add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None]).neg_()
     g.scatter_add_(1, targets[:, None], g_logp[:, None])
     return g.mul_(scale).to(dtype)
 
@@ -584,7 +561,8 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, see `logprobs`. The head runs only where pack.mask is true."""
+        """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution
+        that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
         at = pack.loss_tokens
         logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
@@ -603,12 +581,6 @@ class Critic(PackModel):
         at = pack.loss_tokens
         value = self.score(self.hidden_before(pack, at))[:, 0].float()
         return value.new_zeros(len(pack.tokens)).index_put((at,), value)
-
-
-def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution that
-    predicts the token. Both are 0 where pack.mask is false."""
-    return policy(pack, temperature)
 
 
 # --- loading

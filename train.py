@@ -104,7 +104,7 @@ from guard.start import (
 )
 from guard.watch import handle_signals, watch
 from log import Logger, Meter, measure_samples
-from model import load_config, load_critic, load_policy, load_tokenizer, logprobs, resolve
+from model import load_config, load_critic, load_policy, load_tokenizer, resolve
 from rollout import (
     TRAIN,
     Sets,
@@ -737,9 +737,7 @@ def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
 @torch.no_grad()
 def add_logp(minibatches: Minibatches, field: str, role: Role, cfg: Config) -> Minibatches:
     """Returns the minibatches with the role's log-probs in `field`: "old_logp" or "ref_logp"."""
-    return each(
-        minibatches, lambda p: replace(p, **{field: logprobs(role.model, p, cfg.temperature)[0]})
-    )
+    return each(minibatches, lambda p: replace(p, **{field: role.model(p, cfg.temperature)[0]}))
 
 
 @torch.no_grad()
@@ -847,7 +845,7 @@ def policy_pack_loss(
     """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
     tokens, responses: numbers of tokens and responses in the loss of the whole update"""
-    logp, entropy = logprobs(model, p, cfg.temperature)
+    logp, entropy = model(p, cfg.temperature)
     old = p.old_logp
     if old is None:
         old = logp.detach()

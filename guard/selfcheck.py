@@ -11,7 +11,6 @@ import dist
 from configs import Config, require
 from data import Problem, Sample, pack
 from engine import Engine
-from model import logprobs
 from rollout import CHECK
 
 CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
@@ -61,7 +60,7 @@ def check_engine(
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
         with dist.on_device(policy, None, world.device):
-            return logprobs(policy, p, temperature)[0][p.mask]
+            return policy(p, temperature)[0][p.mask]
 
     with dist.phase("start/selfcheck"):
         weights = partial(dist.full_weights, policy, world.device)

@@ -61,7 +61,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
     for whole in (0, 1, 2):
         policy = model.load_policy(folder).bfloat16()
         policy.recompute(whole)
-        model.logprobs(policy, pack, 1.0)[0].sum().backward()
+        policy(pack, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
     assert gradients[0][0].any()
     for other in gradients[1:]:
@@ -124,7 +124,7 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
     for of_rank in run_ranks(2, ranks.sharded_logp, paths):
         for path, logp in zip(paths, of_rank, strict=True):
             with torch.no_grad():
-                want = model.logprobs(model.load_policy(path), data.pack(ranks.make_samples(5)), 0.7)[0]
+                want = model.load_policy(path)(data.pack(ranks.make_samples(5)), 0.7)[0]
             assert (logp - want).abs().max() < NEAR
 
 

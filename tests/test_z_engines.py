@@ -101,7 +101,7 @@ def generate(engine, policy, prompts, **changes):
 def check_logprobs(samples, policy, temperature):
     pack = data.pack(list(samples.values()))
     with torch.no_grad():
-        logp, _ = model.logprobs(policy, pack, temperature)
+        logp, _ = policy(pack, temperature)
     assert (logp - pack.engine_logp)[pack.mask].abs().max() < 1e-4
 
 
