@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import operator
 import os
 import resource
 import time
@@ -311,7 +310,7 @@ def first_stop(
     """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
     ends there.
 
-    before, after: tokens of one response; the stop string may begin in `before`
+    before, after: tokens of one response; the stop string may begin in `before`, but no stop string is in it
 
     Searches only the first tokens of `after`, because a stop string that begins in `before` ends there. A
     stop string farther on lies entirely in `after`, so the engine itself has stopped at it."""
@@ -320,13 +319,10 @@ def first_stop(
     # A stop string has at most as many tokens as bytes. If `tail` begins in the middle of a character, its
     # text begins with a wrong character. The 8 extra tokens keep this character out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
-    tail = np.asarray(before[-window:], int).tolist()
-    tokens = np.asarray(after[:window], int).tolist()
-    previous = []  # how often each stop string occurred with one token less
-    for count in range(len(tokens) + 1):
-        text = tokenizer.decode(tail + tokens[:count])
-        now = [text.count(s) for s in stop]
-        if any(map(operator.gt, now, previous)):
+    ids = np.asarray(before[-window:], int).tolist()
+    for count, token in enumerate(after[:window], 1):
+        ids.append(int(token))
+        text = tokenizer.decode(ids)
+        if any(s in text for s in stop):
             return count
-        previous = now
     return 0

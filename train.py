@@ -377,7 +377,7 @@ def load_from(
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
     log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own, lock.check)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm, lock.check)
-    for line in filter(None, (agreement, taken, dist.start_line())):
+    for line in filter(None, (agreement, taken)):
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     return Run(
@@ -400,7 +400,7 @@ def load_from(
     )
 
 
-@dist.starting("data")
+@dist.phase("start/data")
 def load_data(
     cfg: Config, tokenizer: Any, say: Say, keep_fields: bool
 ) -> tuple[list[Problem], Sets]:
@@ -424,7 +424,7 @@ def load_data(
     return problems, held_out
 
 
-@dist.starting("models")
+@dist.phase("start/models")
 def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
     sharded."""

@@ -5,11 +5,14 @@ pages of 4 tokens, two responses to the prompt `p q r s t u`, and one response t
 
     slot   sampled tokens   next input   its position   pages          page   tokens of the keys and values
     0      a b              b            7              1 2            0      scratch: for empty slots
-    1      c d              d            7              1 3            1      p q r s      full, shared
-    2      e f g            g            4              4 5            2      t u a .
-                                                                       3      t u c .
-                                                                       4      v w e f
-                                                                       5      . . . .
+    1      c d              d            7              3 4            1      p q r s
+    2      e f g            g            4              5 6            2      t u a .
+                                                                       3      p q r s
+                                                                       4      t u c .
+                                                                       5      v w e f
+                                                                       6      . . . .
+
+A prompt is read once for all responses that begin together. Its keys and values are copied to their pages.
 
 A decoding step reads the next input of each slot, stores its keys and values, and samples a token. The first
 input is the last token of the prompt. The host looks at the sampled tokens only after every LOOK steps: it
@@ -26,11 +29,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import configs
@@ -62,17 +65,11 @@ class Response:
 # --- the cache
 
 
-def page_shape(config: Any, size: int) -> tuple[int, int, int]:
-    """Returns (Hkv, size, d), for pages of `size` tokens and Hkv heads of size d."""
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_key_value_heads, size, head
-
-
 class Cache:
-    """Keys and values in pages. Responses to one prompt share its full pages. Page 0 belongs to empty slots.
+    """Keys and values in pages. Page 0 belongs to empty slots.
 
-    Each layer has one tensor (2, pages, Hkv, tokens of a page, d), with the keys at index 0 and the values at
-    index 1, for Hkv heads of size d."""
+    `layers` is a tensor (layers, 2, pages, Hkv, tokens of a page, d), for Hkv heads of size d. In its second
+    dimension, the keys have index 0 and the values index 1."""
 
     def __init__(
         self,
@@ -90,62 +87,57 @@ class Cache:
         longest: largest number of tokens of a response
         like: a tensor with the dtype and device of the cache
         kernel: a function like torch_kernel. None: attention in plain PyTorch"""
+        heads = config.num_attention_heads
+        d = getattr(config, "head_dim", None) or config.hidden_size // heads
+        shape = config.num_hidden_layers, 2, pages, config.num_key_value_heads, size, d
         # zeros: unwritten memory may be NaN, and attention computes 0 × NaN = NaN for a masked token
-        shape = 2, pages, *page_shape(config, size)
-        self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.size, self.longest, self.kernel = size, longest, kernel
+        self.layers = like.new_zeros(shape)
+        self.size = size
+        self.longest = longest
+        self.kernel = kernel
         # table[j]: the pages of the response in slot j
-        width = -(-longest // size)
-        self.table = torch.zeros(slots, width, dtype=torch.int32, device=like.device)
+        shape = slots, math.ceil(longest / size)
+        self.table = torch.zeros(shape, dtype=torch.int32, device=like.device)
         self.cu_seqlens = torch.arange(slots + 1, dtype=torch.int32, device=like.device)
         self.clear()
 
     def clear(self) -> None:
         """Forget all responses."""
-        pages = self.layers[0].shape[1]
+        pages = self.layers.shape[2]
         self.free = [*range(pages - 1, 0, -1)]
-        self.uses = [0] * pages  # number of responses that have this page
-        self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
-        self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
-        self.unread: list[Response] = []  # responses whose prompts the next prefill must read
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
-        other = self.latest.get(r.prompt)
-        full = r.read // self.size
-        shared = other.pages[:full] if other else []
-        needed = -(-(r.read + r.limit) // self.size) - len(shared)
+        needed = math.ceil((r.read + r.limit) / self.size)
         if needed > len(self.free):
             return False
-        r.pages = shared + [self.free.pop() for _ in range(needed)]
-        for page in r.pages:
-            self.uses[page] += 1
-        if other:  # the prompt's last tokens are in a page that the other response goes on to fill
-            source = other.pages[full]
-            self.copies[r.pages[full]] = self.copies.get(source, source)
-        elif r.read:
-            self.unread.append(r)
-        self.latest[r.prompt] = r
+        r.pages = self.free[-needed:]
+        del self.free[-needed:]
         return True
 
-    def release(self, r: Response) -> None:
-        for page in r.pages:
-            self.uses[page] -= 1
-            if self.uses[page] == 0:
-                self.free.append(page)
-        if self.latest.get(r.prompt) is r:
-            del self.latest[r.prompt]
+    def copy_prompts(
+        self,
+        new: Sequence[Response],
+        first: dict[tuple[int, ...], Response],
+    ) -> None:
+        """Copy the keys and values of prompts. first: prompt -> the response whose pages have them"""
+        target = []
+        source = []
+        for r in new:
+            pages = first[r.prompt].pages[: r.read // self.size + 1]
+            source += pages
+            target += r.pages[: len(pages)]
+        pairs = np.array([target, source])
+        target, source = to_device(pairs, self.table.device)
+        for cached in self.layers:
+            cached[:, target] = cached[:, source]
 
-    def prefilled(self) -> None:
-        """Finish `admit`, after the prefill."""
-        if self.copies:
-            pairs = np.array([*self.copies.items()])
-            target, source = to_device(pairs, self.table.device).T
-            for cached in self.layers:
-                cached[:, target] = cached[:, source]
-        self.copies, self.unread = {}, []
-
-    def move(self, target: Tensor, source: Tensor, slots: int) -> None:
+    def move(
+        self,
+        target: Tensor,
+        source: Tensor,
+        slots: int,
+    ) -> None:
         """Move the responses of the slots `source` to the slots `target`. Then only the first `slots` slots
         have responses."""
         self.table[target] = self.table[source]
@@ -154,24 +146,33 @@ class Cache:
     def begin(self, position: Tensor) -> None:
         """Begin a decoding step. position (R,): positions of the new tokens of the first R slots"""
         self.used = (position + 1).int()
-        page = self.table[: len(position)].gather(1, (position // self.size)[:, None])[:, 0]
-        self.at = page.long(), position % self.size
+        column = (position // self.size)[:, None]
+        page = self.table[: len(position)].gather(1, column)
+        self.at = page[:, 0].long(), position % self.size
         if not self.kernel:
-            self.end = int(position.max()) + 1
-            self.distance = position[:, None] - torch.arange(self.end, device=position.device)
+            self.end = int(self.used.max())
+            numbers = torch.arange(self.end, device=position.device)
+            self.distance = position[:, None] - numbers
 
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def write(
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+    ) -> None:
         """Store the keys and values (T, Hkv, d) of T tokens. `self.at` has two tensors (T,): the page of each
         token, and its place in the page."""
         page, place = self.at
-        for cached, new in zip(self.layers[layer], (key, value), strict=True):
-            cached[page, :, place] = new
+        keys, values = self.layers[layer]
+        keys[page, :, place] = key
+        values[page, :, place] = value
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values (R, Hkv, tokens, d) of the responses in the first R slots."""
+    def read(self, layer: int) -> Tensor:
+        """Returns keys and values (2, R, Hkv, tokens, d) of the responses in the first R slots."""
         table = self.table[: len(self.used)]
         pages = self.layers[layer][:, table]  # (2, R, pages of a response, Hkv, size, d)
-        return pages.transpose(2, 3).flatten(3, 4)[:, :, :, : self.end]
+        rows = pages.transpose(2, 3).flatten(3, 4)
+        return rows[:, :, :, : self.end]
 
     def attend(
         self,
@@ -187,20 +188,33 @@ class Cache:
         self.write(layer, key, value)
         if self.kernel:
             n = len(query)
-            pages = dict(seqused_k=self.used, block_table=self.table[:n])
             keys, values = self.layers[layer].transpose(2, 3)
-            ends = self.cu_seqlens[: n + 1]
-            return self.kernel(query, keys, values, ends, self.longest, scaling, window, **pages)
+            return self.kernel(
+                query,
+                keys,
+                values,
+                self.cu_seqlens[: n + 1],
+                self.longest,
+                scaling,
+                window,
+                seqused_k=self.used,
+                block_table=self.table[:n],
+            )
         key, value = self.read(layer)
-        masked = self.distance < 0
+        seen = self.distance >= 0
         if window:
-            masked = masked | (self.distance >= window)
-        # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
-        query = (query * scaling).unflatten(1, (key.shape[1], -1))
-        scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, tokens)
-        scores.masked_fill_(masked[:, None, None], -torch.inf)
-        out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
-        return out.flatten(1, 2)
+            seen &= self.distance < window
+        mask = seen[:, None, None]
+        query = query[:, :, None]
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return out[:, :, 0]
 
 
 class Rows(Cache):
@@ -208,11 +222,12 @@ class Rows(Cache):
     keys and values where they are. All slots must be filled at once, in their order."""
 
     def move(self, target, source, slots):
-        for cached in self.layers:
-            cached[:, target + 1, :, : self.end] = cached[:, source + 1, :, : self.end]
+        rows = self.layers[:, :, 1:, :, : self.end]
+        rows[:, :, target] = rows[:, :, source]
 
     def read(self, layer):
-        return self.layers[layer][:, 1 : len(self.used) + 1, :, : self.end]
+        rows = self.layers[layer][:, 1:, :, : self.end]
+        return rows[:, : len(self.used)]
 
 
 # --- attention over pages
@@ -255,9 +270,19 @@ def torch_kernel(
     # The last token attends to all tokens. Only without any limit does the kernel read keys and values once
     # for all query heads that share them.
     limits = (window - 1, 0) if window else (-1, -1)
-    ends = cu_seqlens, cu_seqlens
-    options = dict(scale=scaling, window_size=limits, enable_gqa=True)
-    return varlen_attn(query, keys, values, *ends, 1, longest, **options, **pages)
+    return varlen_attn(
+        query,
+        keys,
+        values,
+        cu_seqlens,
+        cu_seqlens,
+        1,
+        longest,
+        scale=scaling,
+        window_size=limits,
+        enable_gqa=True,
+        **pages,
+    )
 
 
 # --- the engine
@@ -268,62 +293,72 @@ class Slots:
 
     def __init__(self, cache: Cache, look: int) -> None:
         """look: decoding steps between two looks of the host"""
-        self.cache, self.look = cache, look
-        self.count = count = len(cache.table)
+        self.cache = cache
+        self.look = look
+        self.count = len(cache.table)
         self.responses: list[Response] = []  # responses[j] is in slot j
         zeros = partial(torch.zeros, device=cache.table.device)
-        # Of each slot: the next input, its position, the position of the first input and of the last
-        self.inputs = zeros(count, 4, dtype=torch.int64)
-        self.draws = zeros(count, cache.longest, dtype=torch.float64)
+        # Of each slot: the next input, its position, and the position of the last input
+        self.inputs = zeros(self.count, 3, dtype=torch.int64)
+        # Of each slot and position: the uniform random number that draws the next token
+        self.draws = zeros(self.count, cache.longest, dtype=torch.float64)
         # The tokens and the log-probs of the steps since the last look. fp32 holds all numbers below 2^24.
-        self.recent = zeros(count, 2, look)
+        self.recent = zeros(self.count, 2, look)
         self.step = zeros(1, dtype=torch.int64)  # number of steps since the last look
         # (batch, temperature, top_p) -> graph of a decoding step
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
-    def add(self, new: Sequence[Response], key: tuple[int, ...]) -> None:
+    def add(
+        self,
+        new: Sequence[Response],
+        key: tuple[int, ...],
+    ) -> None:
         """Put responses into the next free slots."""
-        places = slice(len(self.responses), len(self.responses) + len(new))
+        start = len(self.responses)
         self.responses += new
-        inputs = [(r.prompt[-1], r.read, r.read, r.read + r.limit - 1) for r in new]
-        draws = np.zeros((len(new), self.draws.shape[1]))
+        places = slice(start, len(self.responses))
+        inputs = np.zeros((len(new), 3), np.int64)
+        draws = np.zeros((len(new), self.cache.longest))
         table = np.zeros((len(new), self.cache.table.shape[1]), np.int32)
         for j, r in enumerate(new):
-            draws[j, : r.limit] = uniforms((*key, *r.key), r.limit)
+            end = r.read + r.limit
+            inputs[j] = r.prompt[-1], r.read, end - 1
+            seed = *key, *r.key
+            draws[j, r.read : end] = uniforms(seed, r.limit)
             table[j, : len(r.pages)] = r.pages
-        for x, values in (
-            (self.inputs, np.array(inputs)),
-            (self.draws, draws),
-            (self.cache.table, table),
-        ):
-            x[places] = to_device(values, x.device)
+        device = self.inputs.device
+        self.inputs[places] = to_device(inputs, device)
+        self.draws[places] = to_device(draws, device)
+        self.cache.table[places] = to_device(table, device)
 
     def drop(self, ended: Sequence[int]) -> None:
         """Free the slots `ended`, and their pages. Responses of the last slots move to them."""
         count = len(self.responses) - len(ended)
         target = [j for j in ended if j < count]
-        source = [j for j in range(count, len(self.responses)) if j not in ended]
+        source = sorted({*range(count, len(self.responses))} - {*ended})
         for j in ended:
-            self.cache.release(self.responses[j])
+            self.cache.free += self.responses[j].pages
         for hole, last in zip(target, source, strict=True):
             self.responses[hole] = self.responses[last]
         del self.responses[count:]
-        moves = to_device(np.array([target, source], np.int64), self.inputs.device)
+        moves = np.array([target, source], np.int64)
+        target, source = to_device(moves, self.inputs.device)
         for x in (self.inputs, self.draws, self.recent):
-            x[moves[0]] = x[moves[1]]
+            x[target] = x[source]
         self.inputs[count:] = 0
-        self.cache.move(*moves, count)
+        self.cache.move(target, source, count)
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
         """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
         Returns a function that waits for the copy and returns it: (slots, 2, steps)."""
         copied = self.recent[:slots].to("cpu", non_blocking=True, copy=True)
         self.step.zero_()
-        done = torch.cuda.current_stream().record_event() if self.recent.is_cuda else None
+        if not self.recent.is_cuda:
+            return copied.numpy
+        done = torch.cuda.current_stream().record_event()
 
         def read():
-            if done:
-                done.synchronize()
+            done.synchronize()
             return copied.numpy()
 
         return read
@@ -339,8 +374,6 @@ class TorchEngine(Engine):
         self.page = configs.KV_PAGE if flash else 0  # tokens of a page; 0: rows
         self.look = LOOK
         self.slots = None
-        self.stream = None
-        self.loaded = set()  # the calls of `_step` that have run
         self.ledger.end()
 
     def load(self, weights):
@@ -355,15 +388,24 @@ class TorchEngine(Engine):
         self.slots = None
 
     @torch.inference_mode()
-    def generate(self, requests, limits, temperature, key, version, top_p=1.0):
+    def generate(
+        self,
+        requests,
+        limits,
+        temperature,
+        key,
+        version,
+        top_p=1.0,
+    ):
         self.check(version)
-        longest_first = sorted(requests, key=lambda k: (-len(requests[k]), k))
-        waiting = deque(Response(k, tuple(requests[k]), limits[k]) for k in longest_first)
+        waiting = deque()
+        for k, prompt in requests.items():
+            waiting.append(Response(k, tuple(prompt), limits[k]))
         if not waiting:
             return
-        # Whether a token may end a response. For most tokens it is false, which saves time.
+        # Whether a token may end a response. For most tokens it is false, which saves the host's time.
         self.may_end = self.may_stop.copy()
-        self.may_end[sorted(self.eos)] = True
+        self.may_end[list(self.eos)] = True
         slots = self._allocate(waiting)
         self._fill(slots, waiting, key)
         seen = 0  # number of slots that have decoded since the last look
@@ -378,21 +420,39 @@ class TorchEngine(Engine):
             seen = len(slots.responses)
             self._fill(slots, waiting, key)
             for r in ended:
-                ids, logp = np.array(r.ids, np.int32), np.array(r.logp, np.float32)
-                yield self.sample(r.key, requests[r.key], ids, logp, r.stopped)
+                ids = np.array(r.ids, np.int32)
+                logp = np.array(r.logp, np.float32)
+                yield self.sample(r.key, r.prompt, ids, logp, r.stopped)
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
         until the engine sleeps."""
-        cfg, like = self.cfg, self.policy.lm_head.weight
+        like = self.policy.lm_head.weight
         if not self.page:
-            count = min(cfg.max_num_seqs, len(waiting))
+            count = min(self.cfg.max_num_seqs, len(waiting))
             longest = max(len(r.prompt) + r.limit for r in waiting)
-            return Slots(Rows(self.config, 1 + count, longest, count, longest, like), 1)
+            cache = Rows(
+                self.config,
+                pages=1 + count,
+                size=longest,
+                slots=count,
+                longest=longest,
+                like=like,
+            )
+            return Slots(cache, 1)
         if self.slots is None:
-            count, longest = cfg.max_num_seqs, cfg.engine_len
-            pages = self._pages(1 + count * -(-longest // self.page))
-            cache = Cache(self.config, pages, self.page, count, longest, like, self.kernel)
+            count = self.cfg.max_num_seqs
+            longest = self.cfg.engine_len
+            pages = self._pages(1 + count * math.ceil(longest / self.page))
+            cache = Cache(
+                self.config,
+                pages=pages,
+                size=self.page,
+                slots=count,
+                longest=longest,
+                like=like,
+                kernel=self.kernel,
+            )
             self.slots = Slots(cache, self.look)
         self.slots.responses = []
         return self.slots
@@ -401,25 +461,33 @@ class TorchEngine(Engine):
         """Returns the number of pages: as many as wanted, if --engine_share has room for them."""
         if self.device.type != "cuda":
             return wanted
-        c, weight = self.config, self.dtype.itemsize
-        page = 2 * c.num_hidden_layers * math.prod(page_shape(c, self.page)) * weight
-        weights = weight * sum(p.numel() for p in self.policy.parameters())
-        sampler = 4 * configs.SAMPLER_COPIES * self.cfg.max_num_seqs * c.vocab_size
-        share = self.cfg.engine_share * torch.cuda.mem_get_info(self.device)[1]
-        return max(1, min(wanted, int(share - weights - sampler) // page))
+        config = self.config
+        like = torch.empty(0, dtype=self.dtype, device="meta")
+        page = Cache(config, 1, self.page, 1, 1, like).layers.nbytes
+        weights = sum(p.nbytes for p in self.policy.parameters())
+        sampler = 4 * configs.SAMPLER_COPIES * self.cfg.max_num_seqs * config.vocab_size
+        memory = torch.cuda.mem_get_info(self.device)[1]
+        room = self.cfg.engine_share * memory - weights - sampler
+        return max(1, min(wanted, int(room) // page))
 
     def _fill(self, slots, waiting, key):
         """Move waiting requests to free slots, as far as the cache has room. On a CPU, wait until all slots
         are free, because a prefill costs as much as a decoding step of the whole batch."""
-        new, cache = [], slots.cache
+        cache = slots.cache
         if not slots.responses:
             cache.clear()
         elif not self.page:
             return
-        while waiting and len(slots.responses) + len(new) < slots.count and cache.admit(waiting[0]):
-            new.append(waiting.popleft())
+        free = slots.count - len(slots.responses)
+        new = []
+        first = {}  # prompt -> the response for which it is read
+        while waiting and len(new) < free and cache.admit(waiting[0]):
+            r = waiting.popleft()
+            new.append(r)
+            first.setdefault(r.prompt, r)
         if new:
-            self._prefill(cache)
+            self._prefill(cache, first.values())
+            cache.copy_prompts(new, first)
             slots.add(new, key)
         elif not slots.responses and waiting:
             r = waiting[0]
@@ -428,70 +496,81 @@ class TorchEngine(Engine):
                 "larger --engine_share, or a smaller --max_response_len"
             )
 
-    def _prefill(self, cache):
-        """Compute the keys and values of unread prompts, in packs of --pack_len tokens."""
-        pack, size = [], 0
-        for r in cache.unread:
-            if pack and size + r.read > self.cfg.pack_len:
+    def _prefill(self, cache, responses):
+        """Compute the keys and values of prompts, in packs of --pack_len tokens."""
+        pack = []
+        size = 0
+        for r in responses:
+            if size + r.read > self.cfg.pack_len:
                 self._prefill_pack(cache, pack)
-                pack, size = [], 0
+                pack = []
+                size = 0
             pack.append(r)
             size += r.read
-        if pack:
-            self._prefill_pack(cache, pack)
-        cache.prefilled()
+        self._prefill_pack(cache, pack)
 
     def _prefill_pack(self, cache, pack):
-        lengths = [r.read for r in pack]
-        tokens = chain.from_iterable(r.prompt[:-1] for r in pack)
-        position = np.concatenate([np.arange(n) for n in lengths])
-        page = np.concatenate([np.repeat(r.pages, cache.size)[: r.read] for r in pack])
-        values = np.stack([np.fromiter(tokens, np.int64), position, page, position % cache.size])
-        tokens, position, *cache.at = to_device(values, self.device)
-        cu_seqlens = to_device(np.cumsum([0, *lengths], dtype=np.int32), self.device)
-        segments = Segments(cu_seqlens, max(lengths))
-        self.policy.hidden(tokens[None], position[None], segments=segments, cache=cache)
+        pack = [r for r in pack if r.read]
+        if not pack:
+            return
+        tokens = []
+        position = []
+        page = []
+        ends = [0]
+        for r in pack:
+            tokens += r.prompt[:-1]
+            position += range(r.read)
+            pages = np.repeat(r.pages, cache.size)
+            page += pages[: r.read].tolist()
+            ends.append(len(tokens))
+        values = np.array([tokens, position, page])
+        tokens, position, page = to_device(values, self.device)
+        cache.at = page, position % cache.size
+        cu_seqlens = to_device(np.array(ends, np.int32), self.device)
+        longest = max(r.read for r in pack)
+        self.policy.hidden(
+            tokens[None],
+            position[None],
+            segments=Segments(cu_seqlens, longest),
+            cache=cache,
+        )
 
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
         batch = len(slots.responses)
         if self.page:  # few batch sizes, because each has a graph: 1, 2, 4, …
-            batch = min(slots.count, 1 << (batch - 1).bit_length())
+            power = (batch - 1).bit_length()
+            batch = min(slots.count, 2**power)
         call = batch, temperature, top_p
         for _ in range(slots.look):
-            if self.kernel and call in self.loaded and call not in slots.graphs:
-                slots.graphs[call] = self._capture(slots, call)
             if call in slots.graphs:
                 slots.graphs[call].replay()
                 continue
+            # A capture can't load kernels, so the first step of a batch size runs without a graph.
             self._step(slots, *call)
-            # A capture can't load kernels, so the first step of a batch size runs without a graph. What it
-            # has freed must be free for the graph.
-            self.loaded.add(call)
             if self.kernel:
-                torch.cuda.empty_cache()
+                slots.graphs[call] = self._capture(slots, call)
 
     def _capture(self, slots, call):
         """Returns the graph of a decoding step. Nothing is computed."""
         graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for g in slots.graphs.values()), None)
-        # One stream for all captures, because cuBLAS keeps memory for each stream.
-        self.stream = self.stream or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.stream):
-            # "thread_local": other threads may use the GPU during the capture
-            graph.capture_begin(pool, capture_error_mode="thread_local")
+        graphs = list(slots.graphs.values())
+        pool = graphs[0].pool() if graphs else None
+        # "thread_local": other threads may use the GPU during the capture
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
             self._step(slots, *call)
-            graph.capture_end()
         return graph
 
     def _step(self, slots, batch, temperature, top_p):
         """Sample the next token of the first `batch` slots."""
-        token, position, first, last = slots.inputs[:batch].T
-        slots.cache.begin(position)
-        hidden = self.policy.hidden(token[:, None], position[:, None], cache=slots.cache)[:, 0]
-        logits = self.policy.lm_head.logits(hidden)
-        draws = slots.draws[:batch].gather(1, (position - first)[:, None])[:, 0]
-        sampled, logp = sample_token(logits, draws, temperature, top_p)
+        token, position, last = slots.inputs[:batch].T
+        cache = slots.cache
+        cache.begin(position)
+        places = position[:, None]
+        hidden = self.policy.hidden(token[:, None], places, cache=cache)
+        logits = self.policy.lm_head.logits(hidden[:, 0])
+        draws = slots.draws[:batch].gather(1, places)
+        sampled, logp = sample_token(logits, draws[:, 0], temperature, top_p)
         pair = torch.stack([sampled.float(), logp], 1)
         slots.recent[:batch].index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
@@ -502,18 +581,21 @@ class TorchEngine(Engine):
     def _look(self, slots, recent):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
         and pages are then free. recent: see Slots.copy."""
-        ended = {}  # slot -> response
+        ended = []  # slots
         ids = recent[:, 0].astype(np.int64)
-        may_end = self.may_end[ids].any(1)
-        for slot in range(len(recent)):
+        may_end = self.may_end[ids].any(1).tolist()
+        logps = recent[:, 1].tolist()
+        for slot, tokens in enumerate(ids.tolist()):
             r = slots.responses[slot]
-            r.ids += ids[slot].tolist()
-            r.logp += recent[slot, 1].tolist()
-            if (may_end[slot] or len(r.ids) >= r.limit) and self._ends(r, ids.shape[1]):
-                ended[slot] = r
+            r.ids += tokens
+            r.logp += logps[slot]
+            if may_end[slot] or len(r.ids) >= r.limit:
+                if self._ends(r, len(tokens)):
+                    ended.append(slot)
+        responses = [slots.responses[slot] for slot in ended]
         if ended:
-            slots.drop(list(ended))
-        return list(ended.values())
+            slots.drop(ended)
+        return responses
 
     def _ends(self, r, new):
         """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
@@ -528,7 +610,9 @@ class TorchEngine(Engine):
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Returns the values as a tensor on the device. The host does not wait for the copy."""
     x = torch.from_numpy(values)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 # --- sampling
@@ -542,11 +626,15 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     ordered, order = logits.sort(-1, descending=True)
     probs = ordered.softmax(-1, torch.float64)
     outside = probs.cumsum(-1) - probs >= top_p
-    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+    outside = outside.scatter(-1, order, outside)
+    return logits.masked_fill(outside, -torch.inf)
 
 
 def sample_token(
-    logits: Tensor, u: Tensor, temperature: float, top_p: float = 1.0
+    logits: Tensor,
+    u: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns tokens (B,), drawn from the nucleus of logits (B, V) / temperature, and their log-probs (B,) in
     nats. With temperature 0, the tokens are those with the highest logits.
@@ -554,18 +642,20 @@ def sample_token(
     u (B,): uniform random numbers in [0, 1)."""
     if temperature == 0:
         logp = logits.log_softmax(-1)
-        token = logp.argmax(-1)
+        token = logp.argmax(-1, keepdim=True)
     else:
         if temperature != 1:  # the tensors of a large batch are large, so none is made without need
             logits = logits / temperature
         logp = nucleus(logits, top_p).log_softmax(-1)
         cumulative = logp.exp().double()
         cumulative = torch.cumsum(cumulative, -1, out=cumulative)
-        token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+        wanted = u[:, None] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, wanted, right=True)
         token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V
-    return token, logp.gather(1, token[:, None])[:, 0]
+    return token[:, 0], logp.gather(1, token)[:, 0]
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+    bits = np.random.Philox(np.random.SeedSequence(key))
+    return np.random.Generator(bits).random(count)

@@ -35,7 +35,7 @@ class VLLMEngine(Engine):
         super().__init__(path, tokenizer, cfg, device, dtype)
         # vLLM's request id -> (key, tokens, log-probs). In an array a token takes 4 bytes, in a list 32.
         self.running = {}
-        with dist.starting("import_vllm"):
+        with dist.phase("start/import_vllm"):
             LLM = _import_vllm()
         if self.device.type == "cuda":
             options = dict(
@@ -53,7 +53,7 @@ class VLLMEngine(Engine):
                 max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs),
             )
         with (
-            dist.starting("engine"),
+            dist.phase("start/engine"),
             self.engine_errors("to start"),
             warnings.catch_warnings(action="ignore"),
         ):
@@ -203,16 +203,23 @@ def paged_kernel():
     """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns
     None if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
     try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
     except ImportError:
         return None
-    newest = 3 if is_fa_version_supported(3) else 2
 
     def kernel(query, keys, values, cu_seqlens, longest, scaling, window, **pages):
         limits = [window - 1, 0] if window else None
-        options = dict(softmax_scale=scaling, causal=True, window_size=limits, fa_version=newest)
         return flash_attn_varlen_func(
-            query, keys, values, 1, cu_seqlens, longest, **options, **pages
+            query,
+            keys,
+            values,
+            1,
+            cu_seqlens,
+            longest,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=limits,
+            **pages,
         )
 
     return kernel

@@ -301,7 +301,7 @@ def case_of(cfg: Config, world: dist.World, problems: int = 0) -> plan.Case:
 
 
 def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.Plan:
-    """Returns the run's plan (tools/plan.py). Prints the plan's section "run" and the speed of the network.
+    """Returns the run's plan (tools/plan.py). Prints the plan's section "run".
     Raises UserError, with a remedy, if memory or disk is too small.
 
     problems: number of prompts in an epoch"""
@@ -312,7 +312,6 @@ def check_fit(cfg: Config, world: dist.World, problems: int, say: Say) -> plan.P
     disk = planned["host and disk, GiB"]["disk, all"]
     dist.together(check_space, Path(cfg.out).absolute(), disk * GIB)
     say(f"{plan.verdict(case)}\nthe whole plan: {Path(cfg.out) / 'plan.json'}\n")
-    dist.check_network(world, case.local, (case.within, case.between), say)
     return planned
 
 

