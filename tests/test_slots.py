@@ -76,7 +76,7 @@ def naive(hf, eos, prompt, limit, k, temperature, top_p):
 @pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.8), (0, 1.0)])
 def test_tokens_and_log_probs_are_those_of_transformers(case, temperature, top_p):
     """There are more requests than slots, and prompts of one page and more."""
-    hf, (requests, limits) = families.original(case[0]), requests_of(case)
+    hf, (requests, limits) = families.original(case[0]), requests_of(case, n=2)
     rows, pages = (make_engine(case, page) for page in (0, 8))
     for engine in (rows, pages):
         samples = sampled(engine, case, requests, limits, temperature, top_p)
@@ -92,8 +92,8 @@ def test_tokens_are_equal_whatever_the_pages_the_slots_and_the_looks_are(case):
     plain = sampled(make_engine(case), case, requests, limits, 1.3)
     text = next(s.text for s in plain.values() if len(s.text) > 12)
     engines = [make_engine(case, page, slots, look)
-               for page, slots, look in [(0, 24, 1), (8, 24, 1), (8, 5, 3), (4, 1, 16), (256, 3, 5)]]
-    for stop in ((), (text[5:8],), ("=", "9")):
+               for page, slots, look in [(0, 24, 1), (8, 5, 3), (4, 1, 16), (256, 3, 5)]]
+    for stop in ((text[5:8],), ("=", "9")):
         for engine in engines:
             engine.cfg = dataclasses.replace(engine.cfg, stop=stop)
         first, *others = (sampled(engine, case, requests, limits, 1.3) for engine in engines)
