@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from configs import UserError, explained, require, short_hash
@@ -492,15 +492,6 @@ def tensors_in(folder: str) -> dict[str, Any]:
 def load_files(state: dict[str, Tensor], folder: str) -> None:
     """Fill the tensors of `state`, which may be sharded, from a folder's safetensors files."""
     dcp.load(state, storage_reader=_reader(folder))
-
-
-@torch.no_grad()
-def fill(param: Tensor, full: Tensor) -> None:
-    """Copy the whole tensor `full` into a parameter, which may be sharded."""
-    if isinstance(param, DTensor):
-        full = full.to(param.device)
-        full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-    param.copy_(full)
 
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:

@@ -45,6 +45,9 @@ from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, r
 from data import Pack
 from dist import Device, Weights
 
+if torch.cuda.is_available():  # CPU builds of torch have no Triton
+    import kernels
+
 # --- families
 
 # The supported model types, and for each the settings that must be off because vLLM ignores them.
@@ -175,7 +178,7 @@ class Segments:
         for start, end in pairwise(self.cu_seqlens.tolist()):
             size = max(16, end - start).bit_length()
             groups[size].append((start, end))
-        slots = [0] * end  # of each token of the pack
+        slots = [0] * end  # of each token of the pack, which has `end` tokens
         tokens = []  # index in the pack of the token in each slot
         for segments in groups.values():
             columns = max(end - start for start, end in segments)
@@ -253,7 +256,8 @@ def _varlen(query, key, value, segments, scaling, window):
     limits = (window - 1 if window else -1), 0
     wanted = {"window_size": limits, "enable_gqa": True, "is_causal": True}
     options = {name: x for name, x in wanted.items() if name in known}
-    assert not window or "window_size" in known, "sliding windows on a GPU need torch 2.13"
+    have_windows = "window_size" in known
+    require(have_windows or not window, "varlen_attn lacks sliding windows", "torch 2.13 or newer")
     cu = segments.cu_seqlens
     longest = segments.longest
     return varlen_attn(
@@ -361,8 +365,6 @@ def log_probs(
     """Returns three tensors (n,) in nats: the log-probs of the targets (n,), the entropies, and the
     logsumexps of z * scale. z (n, V): fp32 logits. scale: 1 / temperature"""
     if z.is_cuda:
-        import kernels  # not at the top: CPU builds of torch have no Triton
-
         return kernels.log_probs(z, targets, scale)
     log_p = (z * scale).log_softmax(-1)
     at_target = targets[:, None]
@@ -387,8 +389,6 @@ def logits_grad(
     targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
     entropies."""
     if z.is_cuda:
-        import kernels
-
         return kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
@@ -559,15 +559,11 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up):
-        import kernels
-
         ctx.save_for_backward(gate, up)
         return kernels.swiglu(gate, up)
 
     @staticmethod
     def backward(ctx, g):
-        import kernels
-
         return kernels.swiglu_grad(g, *ctx.saved_tensors)
 
 
@@ -807,8 +803,9 @@ def _load(kind, path, device, shard_fn, seed=0):
     if kind is Critic and "score.weight" not in dist.tensors_in(path):
         head = state.pop("score.weight")
         random = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(head.shape, generator=random)
-        dist.fill(head, drawn / (model.config.hidden_size + 1))
+        drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
+        part = dist.local(head.detach())  # the only row, or, on most ranks, no row
+        part.copy_(drawn[: len(part)])
     dist.load_files(state, path)
     wrong = []
     for name, p in model.named_parameters():

@@ -240,13 +240,7 @@ def paged_kernel() -> Callable:
 
     if "block_table" in inspect.signature(varlen_attn).parameters:
         return torch_kernel
-    kernel = vllm_engine.paged_kernel()
-    configs.require(
-        kernel is not None,
-        f"--engine torch on a GPU: torch {torch.__version__} has no attention over pages",
-        "torch 2.13 or newer, or vllm, whose kernel is then used",
-    )
-    return kernel
+    return vllm_engine.paged_kernel()
 
 
 def torch_kernel(

@@ -200,12 +200,14 @@ def _import_vllm():
 
 
 def paged_kernel():
-    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns
-    None if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
-    try:
+    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. The torch
+    engine uses it with a torch that has no attention over pages. Raises UserError if vLLM is missing."""
+    with explained(
+        f"--engine torch on a GPU: torch {torch.__version__} has no attention over pages",
+        "torch 2.13 or newer, or vllm, whose kernel is then used",
+        ImportError,
+    ):
         from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except ImportError:
-        return None
 
     def kernel(query, keys, values, cu_seqlens, longest, scaling, window, **pages):
         limits = [window - 1, 0] if window else None
