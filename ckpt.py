@@ -586,7 +586,7 @@ def read_state(folder: Path) -> Facts:
     return state
 
 
-@dist.starting("checkpoint")
+@dist.phase("start/checkpoint")
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     """Fills models and optimizers from the checkpoint `path`. Returns a line for the log.
 
@@ -615,7 +615,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     )
 
 
-@dist.starting("checkpoint")
+@dist.phase("start/checkpoint")
 def start_from(path: Path, models: Models, facts: Facts) -> str:
     """Fills models, but not optimizers, from another run's checkpoint. The reference gets the policy's
     weights. A critic that the checkpoint lacks is not changed. Returns a line for the log.

@@ -12,16 +12,16 @@ import pickle
 import secrets
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as td
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from configs import UserError, explained, require, short_hash
@@ -40,9 +40,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
 WAIT = 10.0  # seconds after which a rank says for which ranks it waits
 Device = torch.device | str
-Layout = list[
-    list[list[list[int]]]
-]  # [minibatch][rank][pack]: indices among the samples of all ranks
+# [minibatch][rank][pack]: indices among the samples of all ranks
+Layout = list[list[list[list[int]]]]
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
 
 
@@ -67,21 +66,17 @@ def launch(ranks: int) -> int | str:
     os.environ["TORZ_LAUNCHED"] = ""
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     # torchrun would handle signals that nohup ignores.
-    signals = ",".join(number.name for number in (signal.SIGTERM, signal.SIGINT, *not_ignored()))
-    # --local-addr, because a host may be unable to resolve its own name
+    handled = [signal.SIGTERM, signal.SIGINT, *not_ignored()]
+    signals = ",".join(number.name for number in handled)
+    options = [
+        "--standalone",
+        "--local-addr=127.0.0.1",  # a host may be unable to resolve its own name
+        f"--signals-to-handle={signals}",
+        "--monitor-interval=1",
+        f"--nproc-per-node={ranks}",
+    ]
     try:
-        run.run(
-            run.parse_args(
-                [
-                    "--standalone",
-                    "--local-addr=127.0.0.1",
-                    f"--signals-to-handle={signals}",
-                    "--monitor-interval=1",
-                    f"--nproc-per-node={ranks}",
-                    *sys.argv,
-                ]
-            )
-        )
+        run.run(run.parse_args([*options, *sys.argv]))
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval
     except errors.ChildFailedError as e:
@@ -101,27 +96,27 @@ def launch(ranks: int) -> int | str:
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
     """Join the ranks that torchrun started; without torchrun, this process is the only rank. With CUDA,
     raises UserError if a machine has more ranks than GPUs."""
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # any free port
+    }
     if "RANK" not in os.environ:
-        os.environ |= dict(
-            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-        )  # port 0 is any free port
-    names = "RANK WORLD_SIZE LOCAL_RANK MASTER_PORT MASTER_ADDR".split()
-    for name in names:
-        value = os.environ.get(name, "")
-        require(
-            value.isdecimal() or value and name == "MASTER_ADDR",
-            f"RANK is set, but {name} is {value!r}",
-            "unset RANK, or torchrun",
-        )
-    rank, size, local_rank, port = (int(os.environ[name]) for name in names[:4])
-    require(rank < size, f"RANK is {rank}, and WORLD_SIZE is {size}", "unset RANK, or torchrun")
+        os.environ |= alone
+    missing = [name for name in alone if name not in os.environ]
+    require(not missing, f"RANK is set, but not {missing}", "unset RANK, or torchrun")
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:
         gpus = torch.cuda.device_count()
         require(
             local_rank < gpus,
             f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
-            f"{f'at most {gpus} ranks a machine, or ' if gpus else ''}--device cpu",
+            f"--ranks of at most {gpus} for each machine, or --device cpu",
         )
         torch.cuda.set_device(local_rank)
         check_allocator()
@@ -129,14 +124,16 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         # A process alone needs no network.
-        store = td.HashStore() if size == 1 else fresh_store(rank, size, port, timeout)
+        store = td.HashStore() if size == 1 else fresh_store(rank, size, timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         td.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
         # Without this barrier, a rank that ends early, by a user's mistake, would break the connections that
         # slower ranks are still making.
         td.all_reduce(torch.zeros(1))
-    compute = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and cuda) else torch.float32
-    return World(rank, size, torch.device(f"cuda:{local_rank}" if cuda else "cpu"), compute)
+    if dtype == "auto":
+        dtype = "bfloat16" if cuda else "float32"
+    place = f"cuda:{local_rank}" if cuda else "cpu"
+    return World(rank, size, torch.device(place), getattr(torch, dtype))
 
 
 def check_allocator() -> None:
@@ -147,12 +144,11 @@ def check_allocator() -> None:
     except RuntimeError as e:
         if "FabricInfo" not in str(e):
             raise
-        print("no expandable segments here; a rank may use 3 GiB more than planned")
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) -> td.Store:
-    """Returns a key-value store for torch's process group. After some seconds, prints for which ranks it
+def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
+    """Returns a key-value store for torch's process group. After WAIT seconds, prints for which ranks it
     waits. Raises RuntimeError on timeout.
 
     After a restart, torchrun's store (torch 2.13) still has the addresses of dead ranks. So the ranks agree
@@ -161,33 +157,33 @@ def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) ->
     A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank repeats
     these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
     under its prefix."""
-    address, missing = os.environ["MASTER_ADDR"], "rank 0"
-    # Without torchrun's store, rank 0 is the server.
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-    def tell():
-        print(f"rank {rank} waits for {missing} at {address}:{port}", file=sys.stderr, flush=True)
-
-    timer = threading.Timer(WAIT, tell)
-    timer.daemon = True
-    timer.start()
+    address = os.environ["MASTER_ADDR"]
     store = td.TCPStore(
-        address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True
+        address,
+        int(os.environ["MASTER_PORT"]),
+        # Without torchrun's store, rank 0 is the server.
+        is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
     )
-    store.set(f"torz/{size}/{rank}", secrets.token_hex(8))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < deadline:
-        here = [r for r in range(size) if store.check([f"torz/{size}/{r}"])]
-        missing = f"ranks {sorted({*range(size)} - {*here})} of {size}"
-        if len(here) == size:
-            nonces = store.multi_get([f"torz/{size}/{r}" for r in range(size)])
-            ours = td.PrefixStore(short_hash(b"".join(nonces)), store)
+    keys = [f"torz/{size}/{r}" for r in range(size)]
+    store.set(keys[rank], secrets.token_hex(8))
+    start = time.monotonic()
+    told = False
+    while time.monotonic() - start < timeout.total_seconds():
+        missing = [r for r in range(size) if not store.check([keys[r]])]
+        if not missing:
+            nonces = b"".join(store.multi_get(keys))
+            ours = td.PrefixStore(short_hash(nonces), store)
             ours.set(f"read/{rank}", "")
             if ours.check([f"read/{r}" for r in range(size)]):
-                timer.cancel()
                 return ours
+        elif not told and time.monotonic() - start > WAIT:
+            print(f"rank {rank} waits for ranks {missing} of {size} at {address}", file=sys.stderr)
+            told = True
         time.sleep(0.05)
-    raise RuntimeError(f"rank {rank} waited {timeout.total_seconds():.0f} s for {missing} to start")
+    raise RuntimeError(f"rank {rank} waited for ranks {missing} of {size}, but they did not start")
 
 
 # --- parameters
@@ -196,16 +192,20 @@ def fresh_store(rank: int, size: int, port: int, timeout: datetime.timedelta) ->
 def neighbours(count: int) -> td.ProcessGroup | None:
     """Returns the process group of this rank and its neighbours, `count` ranks in all; None if `count` is 1.
     Every rank must call this function."""
-    return td.new_subgroups(count, backend="gloo")[0] if count > 1 else None
+    if count == 1:
+        return None
+    mine, _ = td.new_subgroups(count, backend="gloo")
+    return mine
 
 
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     """Returns the device mesh for `shard`: 1-d over all ranks, or 2-d with 0 < shard_ranks < world.size. In
     2-d, parameters are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
-    shape, names = (world.size,), ("shard",)
-    if shard_ranks not in (0, world.size):
-        shape, names = (world.size // shard_ranks, shard_ranks), ("replicate", "shard")
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    kind = world.device.type
+    if shard_ranks in (0, world.size):
+        return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    shape = world.size // shard_ranks, shard_ranks
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(
@@ -257,10 +257,15 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     layers = model.model.layers
-    in_layers = {module for layer in layers for module in layer.modules()}
+    in_layers = set(layers.modules())
     for group in (*layers, model):
-        modules = [m for m in group.modules() if group is not model or m not in in_layers]
-        slots = [(m._parameters, name) for m in modules for name in m._parameters]
+        slots = []
+        for module in group.modules():
+            if group is model and module in in_layers:
+                continue
+            for name, weight in module._parameters.items():
+                if weight is not None:
+                    slots.append((module._parameters, name))
         group.forward = partial(forward_in, dtype, slots, group.forward)
 
 
@@ -274,16 +279,20 @@ def forward_in(
     """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`.
 
     slots: (a module's dict of parameters, name) of each weight. Two slots may have the same weight."""
-    weights = {id(p[name]): p[name] for p, name in slots if p[name] is not None}
-    copies = dict(zip(weights, CastWeights.apply(dtype, *weights.values()), strict=True))
-    before = [p[name] for p, name in slots]
-    for (parameters, name), weight in zip(slots, before, strict=True):
-        parameters[name] = copies.get(id(weight))
+    before = [parameters[name] for parameters, name in slots]
+    weights = list(dict.fromkeys(before))
+    copies = CastWeights.apply(dtype, *weights)
+    copy_of = dict(zip(weights, copies, strict=True))
+    put(slots, [copy_of[weight] for weight in before])
     try:
         return forward(*args, **kwargs)
     finally:
-        for (parameters, name), weight in zip(slots, before, strict=True):
-            parameters[name] = weight
+        put(slots, before)
+
+
+def put(slots: Sequence[tuple[dict, str]], weights: Sequence[Tensor]) -> None:
+    for (parameters, name), weight in zip(slots, weights, strict=True):
+        parameters[name] = weight
 
 
 class CastWeights(torch.autograd.Function):
@@ -334,9 +343,9 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     the embedding, only the embedding comes. A model on the host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
-    groups = {"": model} | {
-        f"model.layers.{i}.": layer for i, layer in enumerate(model.model.layers)
-    }
+    groups = {"": model}
+    for i, layer in enumerate(model.model.layers):
+        groups[f"model.layers.{i}."] = layer
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
         for prefix, group in groups.items():
@@ -354,7 +363,8 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model that was
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
     inside, because changes are not copied to the host."""
-    moves = next(model.parameters()).device.type == "cpu" and torch.device(device).type == "cuda"
+    on_gpu = torch.device(device).type == "cuda"
+    moves = on_gpu and next(model.parameters()).device.type == "cpu"
     if moves:
         to_device(model, optimizer, device)
     try:
@@ -364,7 +374,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
         if moves:
             model.zero_grad()  # an exception may have left gradients on the device
             to_host(model, optimizer)
-        if torch.device(device).type == "cuda":  # the next phase needs memory in other sizes
+        if on_gpu:  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 
 
@@ -387,31 +397,28 @@ def deterministic(on: bool) -> Iterator[None]:
 def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Returns a dict: name -> tensor (not a copy), for a model's weights and its optimizer's state. The state
     of the weight NAME has names such as NAME.exp_avg."""
-    tensors = dict(
-        model.named_parameters()
-    )  # without an output layer that is tied to the embedding
-    for name, param in model.named_parameters() if optimizer else ():
-        tensors |= {f"{name}.{kind}": x for kind, x in optimizer.state.get(param, {}).items()}
+    # named_parameters() leaves out an output layer that is tied to the embedding.
+    tensors = dict(model.named_parameters())
+    if optimizer:
+        for name, param in model.named_parameters():
+            for kind, x in optimizer.state.get(param, {}).items():
+                tensors[f"{name}.{kind}"] = x
     return tensors
-
-
-# HOMES[model][name] is the host tensor that stores a weight, buffer or optimizer state while the model is not
-# on the GPU.
-HOMES: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def tensors_with_homes(
     model: nn.Module, optimizer: Optimizer | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, its host tensor in HOMES) for each parameter, buffer and tensor of the optimizer. Host
-    tensors are pinned (with CUDA). They are kept between steps, because pinning is slow."""
+    """Returns (tensor, its host tensor) for each parameter, buffer and tensor of the optimizer. Host tensors
+    are pinned (with CUDA). The model's attribute `homes` keeps them, because pinning is slow."""
+    homes = vars(model).setdefault("homes", {})  # name -> host tensor
     tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
-    homes = HOMES.setdefault(model, {})
-    for name in tensors.keys() - homes.keys():
-        homes[name] = torch.empty_like(
-            tensors[name], device="cpu", pin_memory=torch.cuda.is_available()
-        )
-    return [(x, homes[name]) for name, x in tensors.items()]
+    pairs = []
+    for name, x in tensors.items():
+        if name not in homes:
+            homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
+        pairs.append((x, homes[name]))
+    return pairs
 
 
 def replace_tensors(
@@ -419,8 +426,10 @@ def replace_tensors(
 ) -> None:
     # FSDP overrides _apply: after the call it uses the new tensors as its shards.
     model._apply(lambda x: new.get(x, x))
-    for state in optimizer.state.values() if optimizer else ():
-        state.update({key: new[x] for key, x in state.items()})
+    if optimizer:
+        for state in optimizer.state.values():
+            for key, x in state.items():
+                state[key] = new[x]
 
 
 def local(x: Tensor) -> Tensor:
@@ -477,16 +486,6 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
     dcp.load(state, storage_reader=_reader(folder))
 
 
-@torch.no_grad()
-def fill(param: Tensor, full: Tensor) -> None:
-    """Copy the whole tensor `full` into a parameter, which may be sharded."""
-    if isinstance(param, DTensor):
-        full = distribute_tensor(
-            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
-        )
-    param.copy_(full)
-
-
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients to a norm of at most `limit`. Returns the unscaled norm, the same on all ranks."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -509,7 +508,10 @@ def all_max(x: Tensor) -> Tensor:
 
 def on_host(x: Tensor) -> Tensor:
     """Returns x on the host. Copies from a GPU use pinned memory."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if x.is_cuda else x
+    if not x.is_cuda:
+        return x
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return pinned.copy_(x)
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
@@ -529,7 +531,8 @@ def gather_all(items: Iterable[T]) -> list[T]:
 def together(work: Callable[..., T], *args: Any) -> T:
     """Call work(*args) on every rank. Returns this rank's result. If some ranks raise UserError, every rank
     raises the error of the lowest rank that failed."""
-    result, error = None, ""
+    result = None
+    error = ""
     try:
         result = work(*args)
     except UserError as e:
@@ -544,107 +547,51 @@ def together(work: Callable[..., T], *args: Any) -> T:
 
 def gather_rows(rows: list[dict]) -> list[dict]:
     """Returns the rows of all ranks, ordered by (prompt_id, sample_id)."""
-    return sorted(gather_all(rows), key=lambda row: (row["prompt_id"], row["sample_id"]))
+    return sorted(gather_all(rows), key=itemgetter("prompt_id", "sample_id"))
 
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send outgoing[r] to rank r, for every r. Returns the received objects, in the order of the senders."""
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
-    sent = [torch.frombuffer(bytearray(pickle.dumps(o)), dtype=torch.uint8) for o in outgoing]
-    sizes = torch.tensor([len(s) for s in sent])
-    incoming = torch.empty_like(sizes)
-    td.all_to_all_single(incoming, sizes)
-    inbox = torch.empty(int(incoming.sum()), dtype=torch.uint8)
-    td.all_to_all_single(inbox, torch.cat(sent), incoming.tolist(), sizes.tolist())
-    return [pickle.loads(received.numpy().tobytes()) for received in inbox.split(incoming.tolist())]
+    sent = []
+    for x in outgoing:
+        pickled = bytearray(pickle.dumps(x))
+        sent.append(torch.frombuffer(pickled, dtype=torch.uint8))
+    sizes = [len(x) for x in sent]
+    incoming = torch.empty(len(sizes), dtype=torch.int64)
+    td.all_to_all_single(incoming, torch.tensor(sizes))
+    incoming = incoming.tolist()
+    inbox = torch.empty(sum(incoming), dtype=torch.uint8)
+    td.all_to_all_single(inbox, torch.cat(sent), incoming, sizes)
+    return [pickle.loads(x.numpy()) for x in inbox.split(incoming)]
 
 
-def balance(samples: Sequence[Any], keys: Sequence[int], layout: Layout) -> list[list[list[Any]]]:
+def balance(
+    samples: Sequence[Any],
+    keys: Sequence[int],
+    layout: Layout,
+) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
     keys[i]: index of samples[i] among the samples of all ranks
     layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `keys`"""
-    rank_of = {
-        key: rank
-        for minibatch in layout
-        for rank, packs in enumerate(minibatch)
-        for pack in packs
-        for key in pack
-    }
+    rank_of = {}
+    for minibatch in layout:
+        for rank, packs in enumerate(minibatch):
+            rank_of |= dict.fromkeys(chain.from_iterable(packs), rank)
     outgoing = [{} for _ in range(td.get_world_size())]
     for key, sample in zip(keys, samples, strict=True):
         outgoing[rank_of[key]][key] = sample
     rank = td.get_rank()
-    arrived, outgoing[rank] = outgoing[rank], {}  # samples that stay on this rank are not pickled
+    arrived = outgoing[rank]
+    outgoing[rank] = {}  # samples that stay on this rank are not pickled
     for box in exchange(outgoing):
         arrived |= box
-    return [[[arrived[key] for key in pack] for pack in minibatch[rank]] for minibatch in layout]
-
-
-# --- the network
-
-# One row for each speed of measure_network: the text to print, an environment variable that slows this
-# network, and the likely cause of a low speed without this variable.
-SPEEDS = (
-    (
-        "a rank sends {:.3g} GB/s within its node",
-        "NCCL_P2P_DISABLE",
-        "no NVLink between these GPUs",
-    ),
-    (
-        "a node sends {:.3g} GB/s to other nodes",
-        "NCCL_IB_DISABLE",
-        "the wrong network interface; NCCL_DEBUG=INFO shows it, NCCL_SOCKET_IFNAME sets it",
-    ),
-)
-
-
-def measure_network(world: World, local: int) -> list[float]:
-    """Returns two speeds of sending in bytes/s: 1. of a rank, within its node; 2. of a node, to other nodes.
-    A speed is 0 if there is no receiver. Every rank must call this function.
-
-    local: number of ranks of each node
-
-    A timed round is an all-reduce and an all-gather of one tensor. In a ring of n ranks, a rank sends
-    2 (n - 1) / n of the tensor in the all-reduce, and (n - 1) / n in the all-gather. Speed 1 is the
-    sum of these bytes over all rounds, divided by the seconds. Speed 2 also sums over the ranks of a node."""
-    nodes, speeds = torch.arange(world.size).view(-1, local), []
-    for groups, senders in ((nodes, 1), (nodes.T, local)):
-        n = groups.shape[1]
-        group, _ = td.new_subgroups_by_enumeration(groups.tolist())
-        part = torch.zeros(
-            2 ** (23 if world.device.type == "cuda" else 19) // n, device=world.device
-        )
-        whole = part.repeat(n)  # 32 MiB on GPUs, 2 MiB on CPUs
-        for i in range(9):
-            if i == 1:  # the first round, which connects the ranks, is not timed
-                start = time.perf_counter()
-            td.all_reduce(whole, group=group)
-            td.all_gather(list(whole.chunk(n)), part, group)
-            whole[0].item()  # waits for the GPU
-        speeds.append(8 * 3 * (n - 1) * part.nbytes * senders / (time.perf_counter() - start))
-        td.destroy_process_group(group)  # frees its buffers on the GPU
-    return speeds
-
-
-def check_network(world: World, local: int, planned: Sequence[float], say: Callable) -> None:
-    """Measure the network and print its speeds in one line. If a speed is below half of the planned speed,
-    also print the likely cause.
-
-    local: number of ranks of a node
-    planned: the planned speeds in bytes/s, within a node and between nodes; 0: no speed is planned"""
-    # Not measured: nodes with different numbers of ranks, or a single node without a planned speed.
-    if world.size % local or (world.size == local and not planned[0]):
-        return
-    said, found = [], measure_network(world, local)
-    for (text, name, likely), speed, plan in zip(SPEEDS, found, planned, strict=True):
-        if speed > 0:
-            said.append(text.format(speed / 1e9) + f" (planned: {plan / 1e9:.3g})" * (plan > 0))
-            if speed < plan / 2:
-                cause = f"{name} is set" if name in os.environ else likely
-                said.append(f"!! under half of the plan, likely cause: {cause}")
-    if said:
-        say(f"network: {'; '.join(said)}")
+    minibatches = []
+    for minibatch in layout:
+        packs = [[*map(arrived.get, pack)] for pack in minibatch[rank]]
+        minibatches.append(packs)
+    return minibatches
 
 
 # --- phases: their times, and a time limit that stops a hung run
@@ -665,12 +612,14 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Context manager and decorator. Adds the seconds of a phase, including the GPU's work, to SECONDS."""
+    """Context manager and decorator. Adds the seconds of a phase, including the GPU's work, to SECONDS. The
+    parts of the start have names such as "start/models"."""
     start = time.perf_counter()
     CURRENT.name, CURRENT.began = name, start
     # While C code holds the GIL, the thread of guard.watch can't end a hung process. This timer can.
     if CURRENT.limit:
-        faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
+        seconds = 1.2 * CURRENT.limit + 30
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
@@ -688,32 +637,13 @@ def phase_seconds() -> dict[str, float]:
     return seconds
 
 
-@contextlib.contextmanager
-def starting(part: str) -> Iterator[None]:
-    """Context manager and decorator. Adds the seconds of a part of the start to SECONDS, with no limit."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        SECONDS[f"start/{part}"] += time.perf_counter() - start
-
-
-def start_line() -> str:
-    """Returns a line with the seconds of the start's parts on this rank."""
-    parts = {
-        name.removeprefix("start/"): s for name, s in SECONDS.items() if name.startswith("start/")
-    }
-    return f"started in {sum(parts.values()):.0f} s: " + ", ".join(
-        f"{k} {s:.0f}" for k, s in parts.items()
-    )
-
-
 # --- stopping on a signal
 
 
 def not_ignored() -> list[signal.Signals]:
     """Returns SIGHUP and SIGQUIT, without those that the process's caller ignores, as nohup does."""
-    return [n for n in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(n) != signal.SIG_IGN]
+    both = signal.SIGHUP, signal.SIGQUIT
+    return [number for number in both if signal.getsignal(number) != signal.SIG_IGN]
 
 
 # [name, time] of the signal that requested a stop; empty: none

@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import operator
 import os
 import resource
 import time
@@ -50,7 +49,8 @@ class MemoryLedger:
     whose memory a sleeping engine has given back."""
 
     def __init__(self, device: Device) -> None:
-        self.device, self.time = torch.device(device), time.perf_counter()
+        self.device = torch.device(device)
+        self.time = time.perf_counter()
         # stage -> (GiB in use, seconds since the previous reading)
         self.readings: dict[str, tuple[float, float]] = {}
         self.mark("trainer")
@@ -64,15 +64,13 @@ class MemoryLedger:
             held = total - free
         else:
             try:
-                held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
-                    "SC_PAGE_SIZE"
-                )
-            except (
-                OSError
-            ):  # not Linux, or no free file descriptor: only the process's peak is known
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                held = pages * resource.getpagesize()
+            except OSError:  # not Linux, or no free file descriptor: only the peak is known
                 held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        before, self.time = self.time, time.perf_counter()
-        self.readings[stage] = held / 2**30, self.time - before
+        now = time.perf_counter()
+        self.readings[stage] = held / 2**30, now - self.time
+        self.time = now
 
     def begin(self) -> None:
         torch.cuda.empty_cache()
@@ -87,14 +85,16 @@ class MemoryLedger:
 
     def metrics(self) -> dict[str, float]:
         """Returns metric -> value: GiB in use (mem/…) and seconds (time/…) of the stages."""
+        held = {f"mem/{stage}_gb": gib for stage, (gib, _) in self.readings.items()}
         seconds = {stage: s for stage, (_, s) in self.readings.items()}
-        return {f"mem/{stage}_gb": held for stage, (held, _) in self.readings.items()} | {
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+        return held | {
             "mem/residual_gb": self.residual,
+            "mem/host_peak_gb": peak / 2**20,
             "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"],
             "time/sleep": seconds["asleep"],
-            "mem/host_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        }  # KiB on Linux
+        }
 
     def text(self) -> str:
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
@@ -106,9 +106,8 @@ class MemoryLedger:
 class Engine(abc.ABC):
     """Base class of the engines. All ranks must construct their engine at the same time."""
 
-    needs_selfcheck = (
-        False  # whether guard.selfcheck compares engine and trainer before the first step
-    )
+    # whether guard.selfcheck compares engine and trainer before the first step
+    needs_selfcheck = False
 
     def __init__(
         self,
@@ -118,19 +117,18 @@ class Engine(abc.ABC):
         device: Device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.tokenizer, self.cfg, self.device, self.dtype = (
-            tokenizer,
-            cfg,
-            torch.device(device),
-            dtype,
-        )
+        self.tokenizer = tokenizer
+        self.cfg = cfg
+        self.device = torch.device(device)
+        self.dtype = dtype
         self.config = load_config(path)
         with torch.device("meta"):
             self.policy = Policy(self.config)  # names and shapes of all weights, without memory
         self.eos = eos_ids(path, tokenizer, self.config)
         self.version = None  # the step of the weights that were loaded; None outside `awake`
         self.ledger = MemoryLedger(device)
-        self.rank, self.ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.ranks = int(os.environ.get("WORLD_SIZE", 1))
         self.engines = self.ranks // cfg.tp
         self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
 
@@ -257,8 +255,7 @@ class Engine(abc.ABC):
         this function does it only after a token that may complete a stop string."""
         if not self.may_stop[ids[-1]]:
             return False
-        before, last = np.array(ids[:-1], np.int32), np.array(ids[-1:], np.int32)
-        return first_stop(before, last, self.cfg.stop, self.tokenizer) > 0
+        return first_stop(ids[:-1], ids[-1:], self.cfg.stop, self.tokenizer) > 0
 
     def text_of(self, ids: np.ndarray) -> str:
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
@@ -269,17 +266,17 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
     which may name different tokens."""
     generation = read_json(Path(path) / "generation_config.json")
-    found = [
+    ids = []
+    for source in (
         tokenizer.eos_token_id,
         getattr(config, "eos_token_id", None),
         generation.get("eos_token_id"),
-    ]
-    lists = [f if isinstance(f, list | tuple) else [f] for f in found]
-    ids = [i for ids in lists for i in ids if i is not None]
-    wrong = [i for i in ids if not isinstance(i, int) or not 0 <= i < 2**31]
+    ):
+        ids += source if isinstance(source, list | tuple) else [source]
+    ids = [i for i in ids if i is not None]
     require(
-        not wrong,
-        f"eos_token_id in {path} is {wrong}",
+        all(isinstance(i, int) and 0 <= i < 2**31 for i in ids),
+        f"eos_token_id in {path} is {ids}",
         "ids of tokens in config.json and generation_config.json",
     )
     return set(ids)
@@ -301,18 +298,19 @@ def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarr
         return found
     ends = {s[i:].lstrip(" ") for s in stop for i in range(len(s))}
     begins = "\N{REPLACEMENT CHARACTER}", *ends
-    for token, text in enumerate(
-        tokenizer.batch_decode([[i] for i in range(len(tokenizer))])[:vocabulary]
-    ):
+    tokens = range(min(len(tokenizer), vocabulary))
+    for token, text in enumerate(tokenizer.batch_decode([[i] for i in tokens])):
         found[token] = text.lstrip(" ").startswith(begins) or any(s in text for s in stop)
     return found
 
 
-def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], tokenizer: Any) -> int:
+def first_stop(
+    before: Sequence[int], after: Sequence[int], stop: Sequence[str], tokenizer: Any
+) -> int:
     """Returns the number of tokens of `after` up to the end of the first stop string, or 0 if no stop string
     ends there.
 
-    before, after: tokens of one response; the stop string may begin in `before`
+    before, after: tokens of one response; the stop string may begin in `before`, but no stop string is in it
 
     Searches only the first tokens of `after`, because a stop string that begins in `before` ends there. A
     stop string farther on lies entirely in `after`, so the engine itself has stopped at it."""
@@ -321,12 +319,10 @@ def first_stop(before: np.ndarray, after: np.ndarray, stop: Sequence[str], token
     # A stop string has at most as many tokens as bytes. If `tail` begins in the middle of a character, its
     # text begins with a wrong character. The 8 extra tokens keep this character out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
-    tail, after = before[-window:].tolist(), after[:window].tolist()
-    previous = []  # how often each stop string occurred with one token less
-    for count in range(len(after) + 1):
-        text = tokenizer.decode([*tail, *after[:count]])
-        now = [text.count(s) for s in stop]
-        if any(map(operator.gt, now, previous)):
+    ids = np.asarray(before[-window:], int).tolist()
+    for count, token in enumerate(after[:window], 1):
+        ids.append(int(token))
+        text = tokenizer.decode(ids)
+        if any(s in text for s in stop):
             return count
-        previous = now
     return 0

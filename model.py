@@ -17,8 +17,10 @@ Letters in the shapes of tensors:
 import contextlib
 import inspect
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,41 +43,38 @@ from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, r
 from data import Pack
 from dist import Device, Weights
 
+if torch.cuda.is_available():  # CPU builds of torch have no Triton
+    import kernels
+
 # --- families
 
-# The supported model types. docs/models.md says why others are refused.
-FAMILIES = (
-    "qwen2",
-    "qwen3",
-    "llama",
-    "mistral",
-    "granite",
-    "olmo2",
-    "olmo3",
-    "smollm3",
-    "phi3",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "cohere",
-    "seed_oss",
-    "ernie4_5",
-)
+# The supported model types, and for each the settings that must be off because vLLM ignores them.
+# docs/models.md says why other model types are refused.
+FAMILIES = {
+    "qwen2": ["use_sliding_window"],
+    "qwen3": ["use_sliding_window", "attention_bias"],
+    "llama": [],
+    "mistral": [],
+    "granite": [],
+    "olmo2": [],
+    "olmo3": [],
+    "smollm3": [],
+    "phi3": [],
+    "gemma3_text": [],
+    "glm": [],
+    "glm4": [],
+    "cohere": ["attention_bias", "untied head"],
+    "seed_oss": [],
+    "ernie4_5": ["use_bias"],
+}
 
 # Settings that must be off, because this file does not implement them.
-MUST_BE_OFF = (
+MUST_BE_OFF = [
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "use_bidirectional_attention",
     "quantization_config",
-)
-# Settings that must be off because vLLM ignores them.
-IGNORED_BY_VLLM = {
-    "qwen2": ["use_sliding_window"],
-    "qwen3": ["use_sliding_window", "attention_bias"],
-    "cohere": ["attention_bias"],
-    "ernie4_5": ["use_bias"],
-}
+]
 # The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
 # sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
@@ -85,21 +84,10 @@ LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layer
 def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
-    wrong = [
-        name
-        for name in (*MUST_BE_OFF, *IGNORED_BY_VLLM.get(family, ()))
-        if getattr(config, name, None)
-    ]
+    settings = config.to_dict() | {"untied head": not config.tie_word_embeddings}
+    wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
     wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
-    layers = {*(getattr(config, "layer_types", None) or ())}
-    wrong += layers - LAYERS
-    if family == "cohere" and not config.tie_word_embeddings:  # vLLM ignores this setting
-        wrong += ["an untied head"]
-    has_window = getattr(config, "sliding_window", None) and (
-        not layers or "sliding_attention" in layers
-    )
-    if has_window and torch.cuda.is_available() and "window_size" not in _varlen_options():
-        wrong += [f"sliding windows, which varlen_attn of torch {torch.__version__} lacks"]
+    wrong += set(settings.get("layer_types") or ()) - LAYERS
     require(
         not wrong,
         f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "
@@ -133,7 +121,8 @@ class TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (index,) = ctx.saved_tensors
-        total = g.new_zeros(ctx.shape, dtype=torch.float32).index_add_(0, index, g.float())
+        total = g.new_zeros(ctx.shape, dtype=torch.float32)
+        total.index_add_(0, index, g.float())
         return total.to(g.dtype), None
 
 
@@ -165,39 +154,47 @@ class Segments:
         """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
         unique (U,): index in the pack of each computed token. None: all tokens are computed.
         inverse (T,): number, 0 to U - 1, of the computed token that stands for each token of the pack."""
-        self.cu_seqlens, self.longest = cu_seqlens, longest
+        self.cu_seqlens = cu_seqlens
+        self.longest = longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
         # A slot is a position in the pack or, after `pad`, in the blocks. slots (S,): number, 0 to U - 1, of
         # the computed token that each slot holds. outputs (U,): the slot from which each computed token's
         # output is read. Both are None if slot i holds computed token i.
-        shares = unique is not None and len(unique) < len(inverse)
-        self.slots, self.outputs = (inverse, unique) if shares else (None, None)
+        self.slots = None
+        self.outputs = None
+        if unique is not None and len(unique) < len(inverse):
+            self.slots = inverse
+            self.outputs = unique
 
     def pad(self) -> None:
         """Arranges the segments in padded blocks. A row of a block is one segment. Segments of similar length
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
-        ends = self.cu_seqlens.cpu().long()
-        starts, lengths = ends[:-1], ends.diff()
-        # A block is a padded batch of segments. Segments share a block if their lengths round up to the same
-        # power of 2 (at least 16).
-        size = lengths.clamp(min=16).log2().ceil()
-        tokens = []  # for each block: index in the pack of the token at each place; -1: padding
-        for s in size.unique():
-            start, length = starts[size == s, None], lengths[size == s, None]
-            column = torch.arange(int(length.max()))
-            tokens.append((start + column).where(column < length, -1))
-            self.blocks.append(tuple(tokens[-1].shape))
-        token = torch.cat([block.flatten() for block in tokens])
-        slot = torch.empty(int(ends[-1]), dtype=torch.int64)  # each token's slot
-        slot[token[token >= 0]] = (token >= 0).nonzero()[:, 0]
+        # size -> (start, end) of the segments whose lengths have `size` bits
+        groups = defaultdict(list)
+        for start, end in pairwise(self.cu_seqlens.tolist()):
+            size = max(16, end - start).bit_length()
+            groups[size].append((start, end))
+        slots = [0] * end  # of each token of the pack, which has `end` tokens
+        tokens = []  # index in the pack of the token in each slot
+        for segments in groups.values():
+            columns = max(end - start for start, end in segments)
+            self.blocks.append((len(segments), columns))
+            for start, end in segments:
+                length = end - start
+                slots[start:end] = range(len(tokens), len(tokens) + length)
+                tokens += range(start, end)
+                tokens += [start] * (columns - length)  # padding
         device = self.cu_seqlens.device
-        token, slot = token.clamp(min=0).to(device), slot.to(device)
+        slots = torch.tensor(slots, device=device)
+        tokens = torch.tensor(tokens, device=device)
         if self.slots is None:
-            self.slots, self.outputs = token, slot
+            self.slots = tokens
+            self.outputs = slots
         else:
-            self.slots, self.outputs = self.slots[token], slot[self.outputs]
+            self.slots = self.slots[tokens]
+            self.outputs = slots[self.outputs]
 
 
 def packed_attention(
@@ -222,68 +219,90 @@ def packed_attention(
     segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
         the output is (R, 1, H, d)."""
     if segments is None:
-        qkv = (x[:, :, 0] for x in (query, key, value))
-        return cache.attend(module.layer_idx, *qkv, scaling, sliding_window)[:, None], None
+        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+        out = cache.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+        return out[:, None], None
+    # squeeze, because the backward pass of x[0] would copy the gradient once more.
+    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if cache is not None:
-        cache.write(module.layer_idx, *(x[0].transpose(0, 1) for x in (key, value)))
+        cache.write(module.layer_idx, *qkv[1:])
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
     if not (flash or segments.blocks):
         segments.pad()
-    # squeeze, because the backward pass of x[0] would copy the gradient once more.
-    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if segments.slots is not None:
         qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d)
     attend = _varlen if flash else _padded
     out = attend(*qkv, segments, scaling, sliding_window)
-    return (out if segments.outputs is None else out.index_select(0, segments.outputs))[None], None
+    if segments.outputs is not None:
+        out = out.index_select(0, segments.outputs)
+    return out[None], None
 
 
-def _varlen_options():
-    """Returns the parameters of varlen_attn, which differ between torch versions."""
+@cache
+def _varlen_options() -> set[str]:
+    """Returns the names of varlen_attn's parameters, which differ between torch versions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return inspect.signature(varlen_attn).parameters
+    return set(inspect.signature(varlen_attn).parameters)
 
 
 def _varlen(query, key, value, segments, scaling, window):
     from torch.nn.attention.varlen import varlen_attn
 
-    known, options = _varlen_options(), {}
-    if "window_size" in known:  # (number of tokens before, number after); -1: no limit
-        options["window_size"] = (window - 1 if window else -1, 0)
-    else:
-        options["is_causal"] = True
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    cu, longest = segments.cu_seqlens, segments.longest
-    return varlen_attn(query, key, value, cu, cu, longest, longest, scale=scaling, **options)
+    known = _varlen_options()
+    # (number of tokens before, number after); -1: no limit
+    limits = (window - 1 if window else -1), 0
+    wanted = {"window_size": limits, "enable_gqa": True, "is_causal": True}
+    options = {name: x for name, x in wanted.items() if name in known}
+    have_windows = "window_size" in known
+    require(have_windows or not window, "varlen_attn lacks sliding windows", "torch 2.13 or newer")
+    cu = segments.cu_seqlens
+    longest = segments.longest
+    return varlen_attn(
+        query,
+        key,
+        value,
+        cu,
+        cu,
+        longest,
+        longest,
+        scale=scaling,
+        **options,
+    )
 
 
 def _padded(query, key, value, segments, scaling, window):
     """Returns the attention output (S, H, d), computed block by block (see Segments)."""
-    sizes, outs = [rows * columns for rows, columns in segments.blocks], []
-    blocks = zip(
-        segments.blocks, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-    )
-    for (rows, columns), *qkv in blocks:
-        q, k, v = (
-            x.unflatten(0, (rows, columns)).transpose(1, 2) for x in qkv
-        )  # (rows, heads, columns, d)
+    outs = []
+    start = 0
+    for rows, columns in segments.blocks:
+        end = start + rows * columns
+        block = []
+        for x in (query, key, value):
+            x = x[start:end].unflatten(0, (rows, columns))
+            block.append(x.transpose(1, 2))  # (rows, heads, columns, d)
+        q, k, v = block
         # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
         # torch's fp32 attention would store all attention scores.
         if q.is_cuda:
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            times = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(times, 1)
+            v = v.repeat_interleave(times, 1)
         mask = None
         if window and window < columns:  # mask[i, j]: token i attends to token j
-            mask = (
-                torch.ones(columns, columns, dtype=torch.bool, device=q.device)
-                .tril()
-                .triu(1 - window)
-            )
+            every = torch.ones(columns, columns, dtype=torch.bool, device=q.device)
+            mask = every.tril().triu(1 - window)
         out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+            q,
+            k,
+            v,
+            mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=True,
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
+        start = end
     return torch.cat(outs)
 
 
@@ -302,36 +321,33 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
-        logp, entropy, lse = (hidden.new_empty(len(targets), dtype=torch.float32) for _ in range(3))
-        scale, z = 1 / temperature, None
+        empty = partial(hidden.new_empty, len(targets), dtype=torch.float32)
+        logp = empty()
+        entropy = empty()
+        lse = empty()
+        scale = 1 / temperature
+        z = None
         for c in chunks(hidden, weight):
             del z  # frees its memory before the next chunk needs memory
             z = logits_fp32(hidden[c], weight)
             logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
-        ctx.scale, ctx.last = scale, z  # backward begins with this last chunk
-        ctx.set_materialize_grads(False)  # so backward gets g_entropy=None without --entropy_coef
+        ctx.scale = scale
+        ctx.last = z  # backward begins with this last chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx, g_logp, g_entropy):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        g_logp = torch.zeros_like(entropy) if g_logp is None else g_logp
-        g_hidden, g_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        rows = targets, lse, entropy, g_logp, g_entropy
+        g_hidden = torch.empty_like(hidden)
+        g_weight = torch.zeros_like(weight, dtype=torch.float32)
         for c in reversed(chunks(hidden, weight)):
             z, ctx.last = ctx.last, None
             if z is None:
                 z = logits_fp32(hidden[c], weight)
-            g = logits_grad(
-                z,
-                targets[c],
-                ctx.scale,
-                lse[c],
-                entropy[c],
-                g_logp[c],
-                None if g_entropy is None else g_entropy[c],
-                weight.dtype,
-            )
+            of_chunk = [x[c] for x in rows]
+            g = logits_grad(z, ctx.scale, weight.dtype, *of_chunk)
             del z
             g_hidden[c] = g @ weight
             add_product(g_weight, g.t(), hidden[c])
@@ -339,12 +355,14 @@ class ChunkedLogProbs(torch.autograd.Function):
         return g_hidden, g_weight.to(weight.dtype), None, None
 
 
-def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def log_probs(
+    z: Tensor,
+    targets: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns three tensors (n,) in nats: the log-probs of the targets (n,), the entropies, and the
     logsumexps of z * scale. z (n, V): fp32 logits. scale: 1 / temperature"""
     if z.is_cuda:
-        import kernels  # not at the top: CPU builds of torch have no Triton
-
         return kernels.log_probs(z, targets, scale)
     log_p = (z * scale).log_softmax(-1)
     at_target = targets[:, None]
@@ -356,30 +374,26 @@ def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor,
 
 def logits_grad(
     z: Tensor,
-    targets: Tensor,
     scale: float,
+    dtype: torch.dtype,
+    targets: Tensor,
     lse: Tensor,
     entropy: Tensor,
     g_logp: Tensor,
-    g_entropy: Tensor | None,
-    dtype: torch.dtype,
+    g_entropy: Tensor,
 ) -> Tensor:
     """Returns the gradient (n, V), in `dtype`, of the fp32 logits z (n, V).
 
     targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
-    entropies. g_entropy is None if the loss has no entropy."""
+    entropies."""
     if z.is_cuda:
-        import kernels
-
-        return kernels.logits_grad(z, targets, scale, lse, entropy, g_logp, g_entropy, dtype)
+        return kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
     log_p = torch.add(-lse[:, None], z, alpha=scale)
-    if g_entropy is None:
-        g = log_p.exp_().mul_(-g_logp[:, None])
-    else:
-        g = log_p.exp()
-        g *= log_p.add_(entropy[:, None]).mul_(g_entropy[:, None]).add_(g_logp[:, None]).neg_()
+    g = log_p.exp()
+    log_p.add_(entropy[:, None]).mul_(g_entropy[:, None])
+    g *= log_p.add_(g_logp[:, None]).neg_()
     g.scatter_add_(1, targets[:, None], g_logp[:, None])
     return g.mul_(scale).to(dtype)
 
@@ -387,7 +401,8 @@ def logits_grad(
 def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Returns slices that divide the rows of hidden (n, D) into chunks. The fp32 logits of a chunk need at
     most CHUNK_BYTES. weight (V, D): weight of the output layer"""
-    size = max(1, CHUNK_BYTES[hidden.device.type] // (4 * len(weight)))
+    limit = CHUNK_BYTES[hidden.device.type]
+    size = max(1, limit // (4 * len(weight)))
     return [slice(i, i + size) for i in range(0, len(hidden), size)]
 
 
@@ -415,9 +430,16 @@ class LMHead(nn.Linear):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=False)
-        self.scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        of_cohere = getattr(config, "logit_scale", 1.0)
+        of_granite = getattr(config, "logits_scaling", 1.0)
+        self.scale = of_cohere / of_granite
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
         return ChunkedLogProbs.apply(hidden, self.weight, targets, temperature / self.scale)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -449,12 +471,11 @@ class PackModel(nn.Module):
         # eval() turns off dropout. With dropout, the log-probs of two forward passes would differ.
         self.model.eval()
         for module in self.model.modules():
-            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-                module.forward = partial(
-                    rms_norm, module
-                )  # one kernel instead of transformers' six
+            name = type(module).__name__
+            if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+                module.forward = partial(rms_norm, module)  # one kernel instead of six
             if hasattr(module, "down_proj"):
-                module.forward = partial(gated_mlp, module, False)
+                module.forward = partial(gated_mlp, module)
 
     def tie(self) -> None:
         """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
@@ -469,7 +490,6 @@ class PackModel(nn.Module):
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-            layer.mlp.forward = partial(gated_mlp, layer.mlp, True)
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Returns the last hidden states (…, D) of tokens (…,) at positions (…,)."""
@@ -480,9 +500,10 @@ class PackModel(nn.Module):
         """Returns (n, D): for each index i in `at` (n,), the last layer's hidden state at the token before i.
         A head computes the log-prob of token i, or a value, from this hidden state."""
         segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
-        tokens, positions = pack.tokens[pack.unique], pack.positions[pack.unique]
-        hidden = self.hidden(tokens[None], positions[None], segments=segments)[0]
-        return TakeRows.apply(hidden, pack.inverse[at - 1])
+        tokens = pack.tokens[pack.unique]
+        positions = pack.positions[pack.unique]
+        hidden = self.hidden(tokens[None], positions[None], segments=segments)
+        return TakeRows.apply(hidden[0], pack.inverse[at - 1])
 
     def allocate(self, device: Device) -> None:
         """Allocate memory for this model, which is on the meta device (without memory) until then. Compute
@@ -496,7 +517,8 @@ class PackModel(nn.Module):
         for module in self.model.modules():
             buffers = dict(module.named_buffers(recurse=False))
             for name, buffer in buffers.items():
-                setattr(module, name, torch.full_like(buffer, torch.nan, dtype=torch.float32))
+                unset = torch.full_like(buffer, torch.nan, dtype=torch.float32)
+                setattr(module, name, unset)
             if buffers:
                 self.model._init_weights(module)
 
@@ -506,19 +528,21 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def gated_mlp(mlp: nn.Module, recomputed: bool, x: Tensor) -> Tensor:
+def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
     """Returns the output of a Hugging Face MLP: down_proj(act(gate) * up). Some families compute gate and up
-    with one matrix. `recomputed`: whether the backward pass runs the layer's forward pass again. Then
-    down_proj may store its input, which lives only until the end of the layer's backward pass."""
+    with one matrix."""
     if hasattr(mlp, "gate_up_proj"):
         gate, up = mlp.gate_up_proj(x).chunk(2, -1)
         act = mlp.activation_fn
     else:
-        gate, up, act = mlp.gate_proj(x), mlp.up_proj(x), mlp.act_fn
+        gate = mlp.gate_proj(x)
+        up = mlp.up_proj(x)
+        act = mlp.act_fn
     product = gated(act, gate, up)
-    if recomputed or not x.is_cuda:  # a CPU has more memory than time
+    if not x.is_cuda:  # a CPU has more memory than time
         return mlp.down_proj(product)
-    return DownProjection.apply(product, act, gate, up, mlp.down_proj.weight, mlp.down_proj.bias)
+    down = mlp.down_proj
+    return DownProjection.apply(product, act, gate, up, down.weight, down.bias)
 
 
 def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
@@ -533,15 +557,11 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gate, up):
-        import kernels
-
         ctx.save_for_backward(gate, up)
         return kernels.swiglu(gate, up)
 
     @staticmethod
     def backward(ctx, g):
-        import kernels
-
         return kernels.swiglu_grad(g, *ctx.saved_tensors)
 
 
@@ -558,15 +578,10 @@ class DownProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
-        product, rows = gated(ctx.act, gate, up).flatten(0, -2), g.flatten(0, -2)
-        return (
-            g @ weight,
-            None,
-            None,
-            None,
-            rows.t() @ product,
-            rows.sum(0) if ctx.has_bias else None,
-        )
+        product = gated(ctx.act, gate, up).flatten(0, -2)
+        rows = g.flatten(0, -2)
+        g_bias = rows.sum(0) if ctx.has_bias else None
+        return g @ weight, None, None, None, rows.t() @ product, g_bias
 
 
 class Policy(PackModel):
@@ -582,9 +597,11 @@ class Policy(PackModel):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns log-probs and entropies, see `logprobs`. The head runs only where pack.mask is true."""
+        """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution
+        that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
         at = pack.loss_tokens
-        logp, entropy = self.lm_head(self.hidden_before(pack, at), pack.tokens[at], temperature)
+        hidden = self.hidden_before(pack, at)
+        logp, entropy = self.lm_head(hidden, pack.tokens[at], temperature)
         zero = logp.new_zeros(len(pack.tokens))
         return zero.index_put((at,), logp), zero.index_put((at,), entropy)
 
@@ -599,14 +616,10 @@ class Critic(PackModel):
     def forward(self, pack: Pack) -> Tensor:
         """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false."""
         at = pack.loss_tokens
-        value = self.score(self.hidden_before(pack, at))[:, 0].float()
-        return value.new_zeros(len(pack.tokens)).index_put((at,), value)
-
-
-def logprobs(policy: nn.Module, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution that
-    predicts the token. Both are 0 where pack.mask is false."""
-    return policy(pack, temperature)
+        hidden = self.hidden_before(pack, at)
+        value = self.score(hidden)[:, 0].float()
+        zero = value.new_zeros(len(pack.tokens))
+        return zero.index_put((at,), value)
 
 
 # --- loading
@@ -685,7 +698,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_policy(
-    path: str, device: Device = "cpu", shard_fn: Callable = lambda model: model
+    path: str,
+    device: Device = "cpu",
+    shard_fn: Callable = lambda model: model,
 ) -> Policy:
     """Returns the causal language model of the folder `path` in fp32. Raises UserError if torz does not
     support the model, or if the files do not fit config.json.
@@ -696,7 +711,10 @@ def load_policy(
 
 
 def load_critic(
-    path: str, device: Device = "cpu", shard_fn: Callable = lambda model: model, seed: int = 0
+    path: str,
+    device: Device = "cpu",
+    shard_fn: Callable = lambda model: model,
+    seed: int = 0,
 ) -> Critic:
     """Returns a critic with the folder's backbone. Raises UserError as `load_policy` does.
 
@@ -719,26 +737,20 @@ def on_meta(kind: type, path: str) -> PackModel:
     ):
         with torch.device("meta"):
             model = kind(config)
-    files = {name: tensor.size for name, tensor in dist.tensors_in(path).items()}
-    names = [name for file in dist.weight_files(path) for name in safe_open(file, "pt").keys()]
+    files = dist.tensors_in(path)
     require(
-        len(names) == len(files),
+        all(len(tensor.chunks) == 1 for tensor in files.values()),
         f"two .safetensors files in {path} have the same tensors",
         "a folder with the files of one model",
     )
-    require(
-        kind is Critic or "score.weight" not in files,
-        f"{path} is a critic, not a policy",
-        "the folder of a language model, such as RUN/export/policy",
-    )
-    # name -> shape of each parameter, without score.weight if the files lack it. named_parameters() lists a
-    # tied weight once; state_dict() would list it twice.
-    ours = {
-        name: p.shape
-        for name, p in model.named_parameters()
-        if name in files or name != "score.weight"
-    }
-    theirs = {name: x for name, x in files.items() if name in ours or not name.endswith(NOT_OURS)}
+    theirs = {name: tensor.size for name, tensor in files.items()}
+    # named_parameters() lists a tied weight once; state_dict() would list it twice.
+    ours = {name: p.shape for name, p in model.named_parameters()}
+    for name in ours.keys() ^ theirs.keys():
+        if name == "score.weight" and kind is Critic:
+            del ours[name]  # _load draws it
+        elif name.endswith(NOT_OURS):
+            theirs.pop(name, None)
     wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())
     require(
         not wrong,
@@ -756,10 +768,15 @@ def _load(kind, path, device, shard_fn, seed=0):
     state = dict(model.named_parameters())
     if kind is Critic and "score.weight" not in dist.tensors_in(path):
         head = state.pop("score.weight")
-        drawn = torch.randn(head.shape, generator=torch.Generator().manual_seed(seed))
-        dist.fill(head, drawn / (model.config.hidden_size + 1))
+        random = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
+        part = dist.local(head.detach())  # the only row, or, on most ranks, no row
+        part.copy_(drawn[: len(part)])
     dist.load_files(state, path)
-    wrong = [name for name, p in model.named_parameters() if not dist.local(p).sum().isfinite()]
+    wrong = []
+    for name, p in model.named_parameters():
+        if not dist.local(p).sum().isfinite():
+            wrong.append(name)
     check_finite(dist.gather_all(wrong), path)
     return model
 
@@ -769,14 +786,18 @@ def check_finite(wrong: list[str], path: str) -> None:
     require(not wrong, f"{path} has NaN or infinity in {', '.join(wrong[:1])}", "intact weights")
 
 
-def files_weights(path: str, device: Device, dtype: torch.dtype) -> Weights:
+def files_weights(
+    path: str,
+    device: Device,
+    dtype: torch.dtype,
+) -> Weights:
     """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
     UserError as `on_meta` does."""
     ours = dict(on_meta(Policy, path).named_parameters())
     for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
-            for name in f.keys():  # noqa: SIM118  f is not a dict
-                if name in ours:
-                    tensor = f.get_tensor(name)
-                    check_finite([] if tensor.float().sum().isfinite() else [name], path)
-                    yield name, tensor.to(device, dtype)
+            for name in sorted(ours.keys() & f.keys()):
+                tensor = f.get_tensor(name)
+                if not tensor.float().sum().isfinite():
+                    check_finite([name], path)
+                yield name, tensor.to(device, dtype)

@@ -62,7 +62,6 @@ from guard.alarms import new_alarms
 from guard.start import Role, Run, finish, prepare, stop
 from guard.watch import handle_signals, report_crash
 from log import Logger, Meter
-from model import logprobs
 from sampling import evaluate, sample_step, save_samples
 from tools import plan, report
 
@@ -296,7 +295,7 @@ def add_logp(
     """Returns the minibatches with the role's log-probs in `field`: "old_logp" or "ref_logp"."""
 
     def added(p):
-        logp, _ = logprobs(role.model, p, cfg.temperature)
+        logp, _ = role.model(p, cfg.temperature)
         return replace(p, **{field: logp})
 
     return each(minibatches, added)
@@ -429,7 +428,7 @@ def policy_pack_loss(
     """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
     tokens, responses: numbers of tokens and responses in the loss of the whole update"""
-    logp, entropy = logprobs(model, p, cfg.temperature)
+    logp, entropy = model(p, cfg.temperature)
     old = logp.detach() if p.old_logp is None else p.old_logp
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])

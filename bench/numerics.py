@@ -88,7 +88,7 @@ def compare(name: str, path: str, samples: list[data.Sample], recompute: int,
     pack = data.pack(samples).to(world.device)
     shard = partial(dist.shard, over=dist.mesh(world), dtype=world.dtype, recompute=recompute)
     policy = model.load_policy(path, world.device, shard)
-    ours = backward(model.logprobs(policy, pack, TEMPERATURE)[0], policy.named_parameters)
+    ours = backward(policy(pack, TEMPERATURE)[0], policy.named_parameters)
     wanted = of_transformers(path, samples, torch.float32, world.device)
     theirs = of_transformers(path, samples, torch.bfloat16, world.device)
     say({"bench": "numerics", "name": name, "recompute": recompute, "tokens": len(pack.tokens),

@@ -36,7 +36,7 @@ from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
 from data import Pack, Sample, pack
-from model import ChunkedLogProbs, Critic, Policy, logprobs
+from model import ChunkedLogProbs, Critic, Policy
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:
@@ -85,14 +85,14 @@ def flops(config, packs: list[Pack], head: int) -> float:
 @torch.no_grad()
 def score(policy: torch.nn.Module, packs: list[Pack]) -> None:
     for p in packs:
-        logprobs(policy, p, 1.0)
+        policy(p, 1.0)
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack], count: float) -> None:
     """Runs a PPO update. `count`: number of response tokens in the update."""
     for p in packs:
         if isinstance(model, Policy):
-            logp, _ = logprobs(model, p, 1.0)
+            logp, _ = model(p, 1.0)
             loss, _ = ppo.policy_loss(logp, logp.detach(), p.advantages, p.mask, count, 0.2, 0.2, None)
         else:
             v = model(p)

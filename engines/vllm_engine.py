@@ -35,27 +35,25 @@ class VLLMEngine(Engine):
         super().__init__(path, tokenizer, cfg, device, dtype)
         # vLLM's request id -> (key, tokens, log-probs). In an array a token takes 4 bytes, in a list 32.
         self.running = {}
-        with dist.starting("import_vllm"):
+        with dist.phase("start/import_vllm"):
             LLM = _import_vllm()
-            _import_model(self.config.architectures)
-        # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that have
-        # a seed (vLLM 0.32).
-        options = (
-            dict(
+        if self.device.type == "cuda":
+            options = dict(
                 gpu_memory_utilization=cfg.engine_share,
                 enable_sleep_mode=True,
                 compilation_config=GRAPHS,
             )
-            if self.device.type == "cuda"
-            else dict(
+        else:
+            # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that
+            # have a seed (vLLM 0.32).
+            options = dict(
                 kv_cache_memory_bytes=2**28,
                 enforce_eager=True,
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs),
             )
-        )
         with (
-            dist.starting("engine"),
+            dist.phase("start/engine"),
             self.engine_errors("to start"),
             warnings.catch_warnings(action="ignore"),
         ):
@@ -128,27 +126,25 @@ class VLLMEngine(Engine):
         queued: (prompt_id, sample_id) -> (prompt tokens, largest number of response tokens)"""
         from vllm import SamplingParams
 
-        order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
         # logprobs=0: vLLM returns only the log-prob of the sampled token
-        params = [
-            SamplingParams(
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=queued[k][1],
-                seed=int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0]),
-                logprobs=0,
-                stop_token_ids=sorted(self.eos),
-                detokenize=False,
+        common = dict(temperature=temperature, top_p=top_p, logprobs=0, detokenize=False)
+        order = sorted(queued, key=lambda k: (-len(queued[k][0]), k))
+        prompts, params = [], []
+        for k in order:
+            tokens, limit = queued[k]
+            seed = int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0])
+            prompts.append({"prompt_token_ids": list(tokens)})
+            params.append(
+                SamplingParams(
+                    max_tokens=limit, seed=seed, stop_token_ids=sorted(self.eos), **common
+                )
             )
-            for k in order
-        ]
-        prompts = [{"prompt_token_ids": list(queued[k][0])} for k in order]
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)
-        self.running = {i: (k, array("i"), array("f")) for i, k in zip(ids, order, strict=True)}
+        for i, k in zip(ids, order, strict=True):
+            self.running[i] = k, array("i"), array("f")
         engine = self.llm.llm_engine
-        engine.output_processor.abort_requests(
-            ids, internal=True
-        )  # only vLLM's core has the requests now
+        # Only vLLM's core keeps the requests.
+        engine.output_processor.abort_requests(ids, internal=True)
         assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
 
     def _step(self):
@@ -156,9 +152,7 @@ class VLLMEngine(Engine):
         stop string ended it). The asserts check what this method relies on in vLLM's core."""
         core = self.llm.llm_engine.engine_core
         outputs = core.get_output().outputs
-        assert outputs or core.engine_core.scheduler.has_requests(), (
-            "vLLM ended requests without an output"
-        )
+        assert outputs or core.engine_core.scheduler.has_requests(), "vLLM lost requests"
         ended = {}
         for output in outputs:
             # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
@@ -167,74 +161,56 @@ class VLLMEngine(Engine):
                 continue
             key, ids, logp = self.running[output.request_id]
             reason = str(output.finish_reason)
+            logprobs = output.new_logprobs
             assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
-            assert len(output.new_token_ids) == 1, (
-                "vLLM returned several tokens of a response at once"
-            )
-            token, logprobs = output.new_token_ids[0], output.new_logprobs
-            assert logprobs.logprob_token_ids.item() == token, "vLLM's log-prob is of another token"
-            ids.append(token)
+            one = logprobs.logprob_token_ids.tolist() == [output.new_token_ids]
+            assert one, "vLLM's log-prob is not that of one sampled token"
+            ids += array("i", output.new_token_ids)
             logp.append(logprobs.logprobs.item())
             stopped = reason == "stop" or self.at_stop(ids)
             if stopped or reason == "length":
                 ended[output.request_id] = key, ids, logp, stopped
                 del self.running[output.request_id]
-        core.abort_requests(
-            list(ended)
-        )  # of the ended requests, vLLM still has those with a stop string
+        core.abort_requests(list(ended))  # vLLM still has those that ended at a stop string
         return ended.values()
 
 
 def _import_vllm():
     """Returns vLLM's class LLM. Raises UserError if vLLM is missing, or if its version is not in VERSIONS and
     the environment variable TORZ_ANY_VLLM is not set."""
-    for name, value in dict(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"
-    ).items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
-        torch._dynamo.config.disable = (
-            True  # otherwise vLLM's first call on a CPU compiles for 13 s
-        )
+        # Otherwise vLLM's first call on a CPU compiles for 13 s.
+        torch._dynamo.config.disable = True
     with explained(
         "for --engine vllm, vllm can't be imported",
         "pip install -r requirements.txt, or --engine torch",
         ImportError,
     ):
         from vllm import LLM, __version__
-    # The "." after both versions lets 0.32 in VERSIONS match 0.32 and 0.32.1, but not 0.320.
-    tested = (
-        f"{__version__}.".startswith(tuple(f"{v}." for v in VERSIONS))
-        or "TORZ_ANY_VLLM" in os.environ
-    )
+    tested = ".".join(__version__.split(".")[:2]) in VERSIONS
     require(
-        tested,
+        tested or "TORZ_ANY_VLLM" in os.environ,
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
     return LLM
 
 
-def _import_model(architectures):
-    """Import vLLM's model class here. Otherwise, if vLLM's cache is empty, vLLM looks at the class in a new
-    process, which must import all of vLLM again."""
-    from vllm import ModelRegistry
-
-    for name in architectures or ():
-        if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
 def paged_kernel():
-    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. Returns
-    None if vLLM is not installed. The torch engine uses it with a torch that has no attention over pages."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError:
-        return None
-    newest = 3 if is_fa_version_supported(3) else 2
+    """Returns a function like engines.torch_engine.torch_kernel that calls vLLM's FlashAttention. The torch
+    engine uses it with a torch that has no attention over pages. Raises UserError if vLLM is missing."""
+    with explained(
+        f"--engine torch on a GPU: torch {torch.__version__} has no attention over pages",
+        "torch 2.13 or newer, or vllm, whose kernel is then used",
+        ImportError,
+    ):
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    def kernel(query, keys, values, cu_seqlens, longest, scaling, window, used, table):
+    def kernel(query, keys, values, cu_seqlens, longest, scaling, window, **pages):
+        limits = [window - 1, 0] if window else None
         return flash_attn_varlen_func(
             query,
             keys,
@@ -242,12 +218,10 @@ def paged_kernel():
             1,
             cu_seqlens,
             longest,
-            seqused_k=used,
             softmax_scale=scaling,
             causal=True,
-            window_size=[window - 1, 0] if window else None,
-            block_table=table,
-            fa_version=newest,
+            window_size=limits,
+            **pages,
         )
 
     return kernel

@@ -11,7 +11,6 @@ import dist
 from configs import Config, require
 from data import Problem, Sample, pack
 from engine import Engine
-from model import logprobs
 from rollout import CHECK
 
 CHECK_TOKENS = 16  # length of a response in the self-check, in tokens
@@ -20,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 
 # Columns: start of the error message; factor that multiplies the engine's weights; order of a prompt's tokens
 # (-1: reversed); likely causes. vLLM's prefix cache has no keys and values for the reversed prompts until the
-# third stage, which computes them with halved weights. If the cache is not reset after that, the fourth stage
+# second stage, which computes them with halved weights. If the cache is not reset after that, the third stage
 # reads these keys and values, and fails.
 STAGES = (
     (
@@ -28,13 +27,8 @@ STAGES = (
         1.0,
         1,
         "weights that didn't arrive (a layer, a tied head), another dtype, "
+        "a temperature other than --temperature in the engine, top-p or top-k, "
         "a model that the engine computes differently",
-    ),
-    (
-        "after sleeping and waking",
-        1.0,
-        1,
-        "buffers that are lost in sleep and not restored by a sync",
     ),
     (
         "a sync of halved weights changed nothing",
@@ -46,11 +40,13 @@ STAGES = (
         "after a sync of other weights and back",
         1.0,
         -1,
+        "buffers that are lost in sleep and not restored by a sync, "
         "a prefix cache that was not reset, or weights that only the first sync loads",
     ),
 )
 
 
+@dist.phase("start/selfcheck")
 def check_engine(
     engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World, cfg: Config
 ) -> str:
@@ -61,22 +57,15 @@ def check_engine(
     def trainer_logp(samples, temperature):
         p = pack(samples).to(world.device)
         with dist.on_device(policy, None, world.device):
-            return logprobs(policy, p, temperature)[0][p.mask]
+            return policy(p, temperature)[0][p.mask]
 
-    with dist.phase("start/selfcheck"):
-        weights = partial(dist.full_weights, policy, world.device)
-        results = dist.gather(
-            selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg))
-        )
+    weights = partial(dist.full_weights, policy, world.device)
+    results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
     for rank, (error, _) in enumerate(results):
-        require(
-            not error,
-            f"self-check: on rank {rank}, {error}",
-            "a fix of the cause, or --no-selfcheck to train anyway",
-        )
-    return (
-        f"self-check: engine and trainer agree to {max(gap for _, gap in results):.1e} nats a token"
-    )
+        needed = "a fix of the cause, or --no-selfcheck to train anyway"
+        require(not error, f"self-check: on rank {rank}, {error}", needed)
+    largest = max(gap for _, gap in results)
+    return f"self-check: engine and trainer agree to {largest:.1e} nats a token"
 
 
 def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[int]]:
@@ -98,40 +87,32 @@ def selfcheck(
     """Compares the log-probs of engine and trainer. Returns a pair: an error message about the first failed
     stage, or "" if no stage failed; and the largest gap, in nats a token.
 
-    In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) greedily and by
-    sampling, and sleeps. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's greedy
-    or sampled responses. Each gap must be at most TOLERANCE. In one stage, the weights are halved. There, the
-    gaps must be larger than TOLERANCE, and do not count for the largest gap.
+    In each stage the engine wakes, gets weights, answers `prompts` (prompt_id -> tokens) by sampling, and
+    sleeps. A gap is the mean of |engine's log-prob - trainer's log-prob| over a stage's responses. Each gap
+    must be at most TOLERANCE. In one stage, the weights are halved. There, the gap must be larger than
+    TOLERANCE, and does not count for the largest gap.
 
     weights(): the policy's weights, for `Engine.awake`
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens
 
     The ranks of one engine must go through all stages together."""
-    cfg, limit, first_error, largest = engine.cfg, TOLERANCE[engine.dtype], "", 0.0
-    sampling = f"a temperature other than {cfg.temperature:g} in the engine, top-p or top-k"
+    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
+    error, largest = "", 0.0
     for when, scale, direction, causes in STAGES:
         requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
         limits = dict.fromkeys(requests, CHECK_TOKENS)
+        key = cfg.seed, CHECK
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            greedy, sampled = (
-                list(engine.generate(requests, limits, t, (cfg.seed, CHECK), -1))
-                for t in (0.0, cfg.temperature)
+            samples = list(engine.generate(requests, limits, cfg.temperature, key, -1))
+        logp = trainer_logp(samples, cfg.temperature).float().cpu().numpy()
+        gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
+        gap = float(gaps.mean())
+        if scale == 1:
+            largest = max(largest, gap)
+        agree = gap <= limit  # False also if the gap is NaN
+        if agree != (scale == 1) and not error:
+            error = (
+                f"{when}: engine and trainer differ by {gap:.3g} nats a token "
+                f"(limit {limit:g}), by up to {gaps.max():.3g}; likely causes: {causes}"
             )
-        for kind, samples, temperature, likely in (
-            ("greedy", greedy, 1.0, causes),
-            ("sampled", sampled, cfg.temperature, sampling),
-        ):
-            logp = trainer_logp(samples, temperature).float().cpu().numpy()
-            gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
-            agree = gaps.mean() <= limit  # False also if the mean is NaN
-            if scale == 1:
-                largest = max(largest, float(gaps.mean()))
-            if agree != (scale == 1) and not first_error:
-                worst = [s.prompt_id for s in samples for _ in s.ids][gaps.argmax()]
-                first_error = (
-                    f"{when}: engine and trainer differ by {gaps.mean():.3g} nats a token (limit "
-                    f"{limit:g}), "
-                    f"by up to {gaps.max():.3g} after prompt {worst}, on {kind} responses; likely "
-                    f"causes: {likely}"
-                )
-    return first_error, largest
+    return error, largest

@@ -103,7 +103,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     hf, policy, samples = original(path), model.load_policy(path), make_samples(9, seed)
     p = data.pack(samples)
     assert len(p.unique) < len(p.tokens) and max(s.length for s in samples) > 3 * WINDOW
-    logp, want = model.logprobs(policy, p, 0.7)[0], original_logp(hf, samples, 0.7)
+    logp, want = policy(p, 0.7)[0], original_logp(hf, samples, 0.7)
     g = torch.randn(len(logp), generator=torch.Generator().manual_seed(seed))
     (logp * g).sum().backward()
     (want * g).sum().backward()
@@ -138,7 +138,7 @@ def compare_engine(path: str, kind: str, page: int = 0) -> float:
             samples = list(responses(engine, prompts, 3, 0.7, 24, (0,), version))
         p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
         with torch.no_grad():
-            logp = model.logprobs(policy, p, 0.7)[0]
+            logp = policy(p, 0.7)[0]
             for q in policy.parameters():
                 q.mul_(1.2)
         gap = max(gap, float((logp - p.engine_logp)[p.mask].abs().max()))
@@ -166,7 +166,7 @@ def compare_export(path: str, out: Path) -> dict[str, float]:
         facts = {"prompt": "{problem}", "system_prompt": ""}
         ckpt.export_hf(dist.full_weights(module), module, tokenizer, path, out / name, facts)
     with torch.no_grad():
-        logp, value = model.logprobs(policy, p, 1.0)[0], critic(p)
+        logp, value = policy(p, 1.0)[0], critic(p)
         want = original_logp(original(str(out / "policy")), samples, 1.0)
         again = model.load_critic(str(out / "critic"))(p)
         last = torch.stack([value[end - 1] for end in p.cu_seqlens[1:].tolist()])

@@ -146,7 +146,7 @@ def one_rank_with_and_without_fsdp(path: str) -> list[dict[str, torch.Tensor]]:
     for way in (*ways, by_fsdp):
         policy, result = model.load_policy(path, "cpu", way), {}
         for i, pack in enumerate(dist.accumulate(policy, packs)):
-            logp, entropy = model.logprobs(policy, pack, 0.7)
+            logp, entropy = policy(pack, 0.7)
             (logp.sum() + 0.1 * entropy.sum()).backward()
             result[f"logp {i}"] = logp.detach()
         for name, p in policy.named_parameters():
@@ -173,7 +173,7 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
                 assert all(x.isfinite().all() for _, x in dist.full_weights(policy))
                 dist.to_host(policy, None)
                 dist.to_device(policy, optimizer, "cpu")
-            model.logprobs(policy, p, 1.0)[0].sum().backward()
+            policy(p, 1.0)[0].sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if moves:
@@ -201,7 +201,7 @@ def sharded_logp(paths: list[str]) -> list[torch.Tensor]:
     world, p = dist.init("cpu", "float32"), data.pack(make_samples(5))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=torch.float32)
     with torch.no_grad():
-        return [model.logprobs(model.load_policy(path, "cpu", shard_fn), p, 0.7)[0] for path in paths]
+        return [model.load_policy(path, "cpu", shard_fn)(p, 0.7)[0] for path in paths]
 
 
 def in_bf16(path: str) -> tuple[float, bool]:
@@ -210,9 +210,9 @@ def in_bf16(path: str) -> tuple[float, bool]:
     world, p = dist.init("cpu", "bfloat16"), data.pack(make_samples(8))
     shard_fn = train.partial(dist.shard, over=dist.mesh(world), dtype=world.dtype)
     policy = model.load_policy(path, "cpu", shard_fn)
-    logp, _ = model.logprobs(policy, p, 1.0)
+    logp, _ = policy(p, 1.0)
     logp.sum().backward()
-    gap = (logp - model.logprobs(model.load_policy(path), p, 1.0)[0]).abs().max()
+    gap = (logp - model.load_policy(path)(p, 1.0)[0]).abs().max()
     return float(gap), all(x.dtype == x.grad.dtype == torch.float32 for x in policy.parameters())
 
 
@@ -302,13 +302,6 @@ def gap_checked(cfg, gap: float) -> str:
     return message_of(train.check_gap, meter, cfg)
 
 
-def network(local: int, *planned: float) -> list[str]:
-    world, said = dist.init("cpu", "float32"), []
-    dist.check_network(world, local, planned, said.append)
-    dist.td.barrier()  # if a rank exits while another rank still connects, the other rank fails
-    return said
-
-
 def stalled() -> None:
     """Rank 1 hangs in the phase "grading", and rank 0 waits for rank 1."""
     def hang() -> None:
@@ -360,7 +353,7 @@ def checked(engine, policy, prompts) -> tuple[str, float]:
     def trainer_logp(samples, temperature):
         pack = data.pack(samples)
         with torch.no_grad():
-            return model.logprobs(policy, pack, temperature)[0][pack.mask]
+            return policy(pack, temperature)[0][pack.mask]
 
     return selfcheck(engine, lambda: dist.full_weights(policy), trainer_logp, prompts)
 

@@ -173,11 +173,11 @@ def losses(folder: str, model: str, kinds: list[str]) -> dict:
     import ppo
     import train
     from log import Meter
-    from model import load_policy, logprobs
+    from model import load_policy
 
     policy, p = load_policy(model), data.pack(ranks.make_samples(24))
     with torch.no_grad():
-        logp, _ = logprobs(policy, p, 1.0)
+        logp, _ = policy(p, 1.0)
     noise = torch.randn(len(logp), generator=torch.Generator().manual_seed(0))
     p = replace(p, old_logp=torch.where(p.mask, logp + 0.5 * noise, 0))
     tokens, segment, out = int(p.mask.sum()), ppo.segment_ids(p.cu_seqlens, len(p.mask)), {}

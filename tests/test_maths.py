@@ -123,7 +123,7 @@ class Table:
         return torch.stack([self.logits[0], self.logits[1][first]]).log_softmax(-1)
 
     def __call__(self, pack, temperature=1.0):
-        """Returns log-probs and entropies (T,), as model.logprobs does."""
+        """Returns log-probs and entropies (T,), as model.Policy does."""
         logp, entropy = (torch.zeros(len(pack.tokens), dtype=torch.float64) for _ in range(2))
         for start, end in itertools.pairwise(pack.cu_seqlens.tolist()):
             rows = self.rows(int(pack.tokens[start + 1]))[:end - start - 1]

@@ -73,7 +73,7 @@ ON_RANKS = {
     "a cut tokenizer": ("--model no_words", "the tokenizer in no_words can't be read (JSONDecodeError: "),
     "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),
     "weights of another shape": ("--model wide", "config.json and weights of wide differ in model."),
-    "a critic as policy": ("--model critic", "critic is a critic, not a policy; needed: "),
+    "a critic as policy": ("--model critic", "of critic differ in score.weight [1, "),
     "rewards without spaces": ("--reward math,format", "needed: --reward with some of, and spaces between"),
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
     "a family": ("--model mamba", "mamba"),

@@ -29,7 +29,7 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
         policy = model.load_policy(tiny)
         policy.recompute(whole)
         with FlopCounterMode(display=False) as forward:
-            logp = model.logprobs(policy, p, 1.0)[0]
+            logp = policy(p, 1.0)[0]
         with FlopCounterMode(display=False) as backward:
             logp.sum().backward()
         cost[whole] = backward.get_total_flops()
@@ -80,7 +80,7 @@ def test_a_layer_takes_few_operations(tmp_path):
         policy = model.load_policy(make_model(tmp_path / str(layers), layers=layers))
         p = data.pack(make_samples(3))
         with Operations(lambda op: not op.is_view and op is not torch.ops.aten.detach.default) as ops:
-            model.logprobs(policy, p, 1.0)[0].sum().backward()
+            policy(p, 1.0)[0].sum().backward()
         counts.append(ops.counts[True])
     assert counts[1] - counts[0] <= 126
 

@@ -162,7 +162,7 @@ def test_every_token_is_of_the_weights_it_says(folders, six_steps):
         assert torch.equal(p.fresh_tokens, (versions == step).nonzero()[:, 0])
         for version in range(step + 1):
             with torch.no_grad():
-                logp, _ = model.logprobs(model.load_policy(folders[version]), p, 1.0)
+                logp, _ = model.load_policy(folders[version])(p, 1.0)
             gap = (logp - p.engine_logp)[versions == version].abs()
             assert not len(gap) or float(gap.max()) < 1e-4
         most = max(most, *(len(set(s.token_versions.tolist())) for s in samples))
@@ -222,12 +222,13 @@ def test_first_stop_is_the_first_end_of_a_stop_string_over_the_cut(tiny):
         ids = np.array(tokenizer(text).input_ids)
         cut = int(rng.integers(1, len(ids)))
         before, after = ids[:cut], ids[cut:]
-        counts = [sum(tokenizer.decode(ids[:cut + i].tolist()).count(s) for s in stop)
-                  for i in range(len(after) + 1)]
-        first = next((i for i in range(1, len(counts)) if counts[i] > counts[i - 1]), 0)
-        assert first_stop(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
-        found += first > 0
-    assert found > 300 and first_stop(before, after, (), tokenizer) == 0
+        ends = [i for i in range(len(after) + 1)
+                if any(s in tokenizer.decode(ids[:cut + i].tolist()) for s in stop)]
+        first = ends[0] if ends else 0
+        if ends[:1] != [0]:  # no stop string lies in `before`
+            assert first_stop(before, after, stop, tokenizer) == (first if first <= 8 + 3 else 0)
+            found += first > 0
+    assert found > 100 and first_stop(before, after, (), tokenizer) == 0
 
 
 def small_tokenizers():
@@ -258,6 +259,8 @@ def test_a_token_after_which_a_response_stops_may_stop_it(stop):
         for _ in range(400):
             ids = rng.choice(pieces, 12)
             for t in range(1, 12):
+                if any(s in tokenizer.decode(ids[:t].tolist()) for s in stop):
+                    break
                 if first_stop(ids[:t], ids[t:t + 1], stop, tokenizer):
                     assert table[ids[t]], tokenizer.decode(ids[:t + 1].tolist())
                     found += 1

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import math
 import os
-import re
 
 import numpy as np
 import pytest
@@ -101,7 +100,7 @@ def generate(engine, policy, prompts, **changes):
 def check_logprobs(samples, policy, temperature):
     pack = data.pack(list(samples.values()))
     with torch.no_grad():
-        logp, _ = model.logprobs(policy, pack, temperature)
+        logp, _ = policy(pack, temperature)
     assert (logp - pack.engine_logp)[pack.mask].abs().max() < 1e-4
 
 
@@ -140,32 +139,6 @@ def test_a_nucleus_is_vllms():
     for top_p in (0.05, 0.5, 0.9, 0.999):
         vllms = apply_top_k_top_p(logits.clone(), None, torch.full((40,), top_p))
         assert torch_engine.nucleus(logits, top_p).equal(vllms)
-
-
-def test_responses_with_equal_prefixes_share_a_row(engines, policy, prompts, monkeypatch):
-    engine, rows = engines[0]["torch"], []
-    step = engine.decoder.step
-
-    def counted_step(tokens, *rest):
-        rows.append(len(tokens))
-        return step(tokens, *rest)
-
-    monkeypatch.setattr(engine.decoder, "step", counted_step)
-    two = {k: prompts[k] for k in (0, 1)}  # their 8 samples are decoded as one batch
-    greedy = generate(engine, policy, two, n=4, temperature=0)
-    assert max(rows) == 2
-    for prompt_id, i in greedy:
-        assert greedy[prompt_id, i].ids.tolist() == greedy[prompt_id, 0].ids.tolist()
-    rows.clear()
-    samples = generate(engine, policy, two, n=4, temperature=0.1)
-    for t, n in enumerate(rows):
-        running = {k: s for k, s in samples.items() if len(s.ids) > t}
-        prefixes = {(prompt_id, *s.ids[:t].tolist()) for (prompt_id, _), s in running.items()}
-        assert len(prefixes) <= n <= 8
-    assert 2 < sum(rows[:6]) / 6 < 8, rows
-    check_logprobs(samples, policy, 0.1)
-    alone = generate(engine, policy, {1: prompts[1]}, temperature=0.1)
-    assert alone[1, 0].ids.tolist() == samples[1, 0].ids.tolist()
 
 
 def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, prompts, monkeypatch):
@@ -420,7 +393,7 @@ def test_a_stale_head_is_caught(vllm, policy, engines, tiny, prompts, monkeypatc
     generate(vllm, other, prompts)
     monkeypatch.setattr(vllm_engine, "_repack_tied_head", lambda model: None)
     error, gap = selfcheck(vllm, policy, engines[2])
-    assert "after the first sync" in error and "greedy" in error and "tied head" in error and gap > 0.1
+    assert "after the first sync" in error and "tied head" in error and gap > 0.1
     monkeypatch.undo()
     assert selfcheck(vllm, policy, engines[2])[0] == ""
 
@@ -432,7 +405,7 @@ def test_a_prefix_cache_that_is_not_reset_is_caught(vllm, policy, engines, monke
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: True)
     error, _ = selfcheck(vllm, policy, engines[2])
     assert "after a sync of other weights and back" in error
-    assert "after prompt 4" in error and "prefix cache" in error
+    assert "prefix cache" in error
     monkeypatch.setattr(core.scheduler, "reset_prefix_cache", lambda *a, **k: False)
     with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
         with vllm.awake(dist.full_weights(policy), version=3):
@@ -457,7 +430,7 @@ def test_another_temperature_is_caught_and_the_right_one_passes(engine, policy, 
     real = engine.generate
     monkeypatch.setattr(engine, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
     error, _ = selfcheck(engine, policy, engines[2])
-    assert "after the first sync" in error and "sampled" in error and "a temperature other than 1" in error
+    assert "after the first sync" in error and "a temperature other than --temperature" in error
     monkeypatch.undo()
     error, gap = selfcheck(engine, policy, engines[2])
     assert error == "" and 0 < gap < 1e-4
@@ -481,9 +454,9 @@ def test_requests_that_nobody_reads_do_not_reach_the_next_call(engine, policy, p
 
 @pytest.mark.parametrize("changes,words", [
     ({"finish_reason": 3}, "vLLM ended a response: error"),
-    ({"new_token_ids": [1, 2]}, "several tokens of a response at once"),
-    ({"new_token_ids": [-1]}, "vLLM's log-prob is of another token"),
-    ({"request_id": "other"}, "vLLM ended requests without an output")])
+    ({"new_token_ids": [1, 2]}, "vLLM's log-prob is not that of one sampled token"),
+    ({"new_token_ids": [-1]}, "vLLM's log-prob is not that of one sampled token"),
+    ({"request_id": "other"}, "vLLM lost requests")])
 def test_an_unknown_output_of_vllms_core_is_one_error(vllm, policy, prompts, monkeypatch, changes, words):
     from vllm.v1.engine import FinishReason
 
@@ -549,8 +522,6 @@ def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, 
         train.main(grpo_run(base, tmp_path / str(check), selfcheck=check))
         output = capsys.readouterr().out
         assert check == ("self-check: engine and trainer agree to" in output)
-        started = re.search(r"^started in \d+ s: .*data \d+, models \d+(.*)$", output, re.M)
-        assert started[1].startswith(", selfcheck ") == check
     checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
     assert maths(checked) == maths(unchecked) and len(checked) == 2
     assert {f"time/start/{part}" for part in ("data", "models", "selfcheck")} <= checked[0].keys()

@@ -44,7 +44,7 @@ def cpu_seconds() -> float:
 
 
 def one_start(words: list[str]) -> None:
-    """Runs train.py's `prepare`. Prints the CPU seconds of the parts (dist.starting and dist.phase)."""
+    """Runs train.py's `prepare`. Prints the CPU seconds of the parts (dist.phase)."""
     import configs
 
     cfg = configs.parse(words, "start.py")
@@ -60,7 +60,7 @@ def one_start(words: list[str]) -> None:
         part = part.removeprefix("start/")
         parts[part] = round(parts.get(part, 0.0) + cpu_seconds() - before, 1)
 
-    dist.starting = dist.phase = measured
+    dist.phase = measured
     import nullgpu
     import torch
 
