@@ -238,7 +238,6 @@ class Saver:
     saved: the newest checkpoint in `out` was saved after this number of steps; 0 in a new run. `save` skips
         a checkpoint with this number. None: the first call of `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails
-    check: called before rank 0 publishes or deletes a checkpoint; ends a run that has lost its folder's lock
     """
 
     def __init__(
@@ -249,9 +248,8 @@ class Saver:
         facts: Facts,
         saved: int | None,
         warn: Say,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.out, self.cfg, self.saved, self.warn, self.check = out, cfg, saved, warn, check
+        self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
         # with the collectives of training.
@@ -314,7 +312,6 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        self.check()
         error = max(error for error, _ in every)
         if not error:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -1172,6 +1173,20 @@ def replace_text(path: Path, text: str) -> None:
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)
+
+
+def flock(file: int, kind: int) -> bool:
+    """Locks an open file or folder until it is closed. Returns whether it is locked: False if another open
+    file has a lock that excludes this one. A file system without locks excludes nothing.
+
+    file: its descriptor. kind: fcntl.LOCK_SH or fcntl.LOCK_EX; with fcntl.LOCK_NB, does not wait"""
+    try:
+        fcntl.flock(file, kind)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def follow_umask(file: Path) -> None:

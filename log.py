@@ -169,9 +169,7 @@ class Logger(contextlib.AbstractContextManager):
 
     `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
     steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. If `own` is False, another run
-    wrote all rows, and all are moved. Raises UserError if the folder can't be written to.
-
-    Before it writes, rank 0 calls `check`, which ends a run that has lost its folder's lock."""
+    wrote all rows, and all are moved. Raises UserError if the folder can't be written to."""
 
     def __init__(
         self,
@@ -182,9 +180,8 @@ class Logger(contextlib.AbstractContextManager):
         versions: Mapping[str, str],
         plan: Mapping[str, Mapping],
         own: bool = True,
-        check: Callable[[], None] = bool,
     ) -> None:
-        self.out, self.cfg, self.main, self.next_step, self.check = out, cfg, main, start, check
+        self.out, self.cfg, self.main, self.next_step = out, cfg, main, start
         if not main:
             return
         config = dataclasses.asdict(cfg) | {"versions": versions}
@@ -222,7 +219,6 @@ class Logger(contextlib.AbstractContextManager):
         if self.main:
             step = self.next_step if step is None else step
             self.say(f"!! step {step}: {text}")
-            self.check()
             with contextlib.suppress(OSError):
                 _append(self.out / "alarms.jsonl", {"step": step, "text": text})
 
@@ -252,7 +248,6 @@ class Logger(contextlib.AbstractContextManager):
         if not self.main:
             return
         row = {"step": step, **metrics}
-        self.check()
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
@@ -296,7 +291,6 @@ class Logger(contextlib.AbstractContextManager):
             return
         if kind == "samples":
             self.samples = rows
-        self.check()
         path = self.out / kind / f"step_{step:06d}.jsonl"
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:

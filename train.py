@@ -375,8 +375,8 @@ def load_from(
         taken = ckpt.start_from(origin, models, facts)
     check = cfg.selfcheck and engine.needs_selfcheck
     agreement = check_engine(engine, policy.model, problems, world, cfg) if check else ""
-    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own, lock.check)
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm, lock.check)
+    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, (agreement, taken, dist.start_line())):
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far

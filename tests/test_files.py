@@ -170,7 +170,7 @@ def test_json_of_the_wrong_shape_is_one_line(two_ranks, tmp_path, text):
         ckpt.read_state(folder)
 
     def lock():
-        (tmp_path / "lock").write_bytes(b'{"host": ' + text + b"}")
+        (tmp_path / "lock").write_bytes(text)
         FolderLock(tmp_path / "lock").owner()
 
     def generation():
@@ -185,8 +185,8 @@ def test_json_of_the_wrong_shape_is_one_line(two_ranks, tmp_path, text):
     for look in (carried, state, complete, lock, generation, export):
         with contextlib.suppress(UserError):
             look()
-            assert look in (generation, lock) and (text[:1] == b"{" or text == b"1" * 5000) or (
-                look is carried and text == b""), look
+            assert look is generation and (text[:1] == b"{" or text == b"1" * 5000) or (
+                look in (carried, lock) and text == b""), look
     for name, read in (("metrics", read_metrics), ("alarms", report.story)):
         (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1, "time/step": 1}\n')
         (tmp_path / f"{name}.jsonl").write_bytes(text + b"\n")
@@ -514,82 +514,12 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused_and_prunes_nothi
 # --- the lock
 
 
-@pytest.mark.parametrize("text,words", [
-    (b"", "is empty or cut"), (b'{"host": "a", "pi', "is empty or cut"), (b'{"host"', "is empty or cut"),
-    (b'{"host": "a", "pid": 1, "start": "2"}', "belongs to a run on another host")])
-def test_a_lock_says_what_it_is(tmp_path, text, words, monkeypatch, capfd):
-    monkeypatch.setattr("guard.lock.DEAD", 1.0)
-    (tmp_path / "lock").write_bytes(text)
-    FolderLock(tmp_path / "lock").claim()
-    assert f"the lock {tmp_path}/lock {words}" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize("how", ["loop", "input/output error", "folder"])
 def test_a_lock_that_cannot_be_read_is_refused(tmp_path, how):
     (tmp_path / "lock").touch()
     spoil(tmp_path / "lock", how)
     with pytest.raises(UserError, match="lock can't be read"):
         FolderLock(tmp_path / "lock").claim()
-
-
-def test_no_empty_lock_is_left_on_a_full_disk(tmp_path, monkeypatch):
-    lock = FolderLock(tmp_path / "lock")
-    lock.mine["host"] = Full()
-    with pytest.raises(OSError, match="No space"):
-        lock.claim()
-    assert not list(tmp_path.iterdir())
-
-
-class Full(dict):
-    """json.dump fails on it as a write to a full disk does."""
-
-    def items(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def __bool__(self):
-        return True
-
-
-def test_a_run_that_slept_writes_no_row_after_its_lock_was_taken(base, tmp_path):
-    """The lock's thread would look again only after 20 s."""
-    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
-    (process,), _ = start_ranks(1, ranks.main, cfg)
-    assert wait_until(lambda: len(read_metrics(tmp_path / "o")) > 1)
-    os.kill(process.pid, signal.SIGSTOP)
-    time.sleep(0.2)
-    (tmp_path / "o/lock").write_text(json.dumps({"host": "other", "pid": 7, "start": "1"}))
-    before = (tmp_path / "o/metrics.jsonl").read_bytes()
-    os.kill(process.pid, signal.SIGCONT)
-    process.join(15)
-    assert process.exitcode == 1
-    assert (tmp_path / "o/metrics.jsonl").read_bytes().count(b"\n") <= before.count(b"\n") + 1
-
-
-@pytest.mark.parametrize("call", ["step", "alarm", "save_samples", "_publish"])
-def test_each_write_looks_at_the_lock(base, tmp_path, call):
-    (said,) = run_ranks(1, looked, base, tmp_path, call)
-    assert said == [call]
-
-
-def looked(base, out, call):
-    said = []
-
-    def check():
-        said.append(call)
-        raise InterruptedError  # as the end of the process
-
-    logger = Logger(out, base, True, 0, {}, {}, True, check)
-    saver, _, _ = small(out)
-    saver.check = check
-    work = {"step": lambda: logger.step(0, {"reward": 1.0}), "alarm": lambda: logger.alarm("text"),
-            "save_samples": lambda: logger.save_samples("samples", 0, []),
-            "_publish": lambda: saver._publish(1, out / "x", [("", {})])}
-    with pytest.raises(InterruptedError):
-        work[call]()
-    assert not [p for p in out.iterdir() if p.name in ("alarms.jsonl", "samples", "ckpt") and p.stat().st_size
-                and p.is_file() or p.name == "samples"]
-    assert read_metrics(out) == []
-    return said
 
 
 def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
