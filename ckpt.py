@@ -13,19 +13,20 @@ every random choice is a function of (seed, step).
 A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints, unless a process
 reads them (see `hold`). An export replaces only an earlier export.
 
+Checkpoints and exports are written to a hidden folder beside their place, which is then renamed.
+
 Usage:
 
     python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
     python ckpt.py export RUN best OUT       # the policy of the best checkpoint (--keep_best)
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
-    python ckpt.py verify RUN                # compare every file with its checksum
 
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
-import errno
 import fcntl
 import fnmatch
+import glob
 import json
 import os
 import re
@@ -38,7 +39,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.metadata import distributions
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ from configs import (
     differences,
     exists,
     explained,
+    flock,
     follow_umask,
     if_there,
     names_in,
@@ -94,20 +95,9 @@ OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
-Files = Mapping[
-    str, Mapping[str, Any]
-]  # name of a file -> {"bytes": its size, "crc32": its checksum}
-# The shapes (configs.misfit) of COMPLETE, state.json and an export's MARKER
-MARK = {str: {"bytes": int, "crc32": str}}
-STATE = {
-    "step": int,
-    "models": list,
-    "prompt": str,
-    "read": dict,
-    "noted": dict,
-    "config": dict.fromkeys("model template date resume start_from".split(), str),
-}
-EXPORT = {"run": str, "step": int, "who": str, "files": MARK}
+# The shapes (configs.misfit) of state.json and an export's MARKER
+STATE = {"step": int, "models": list, "prompt": str, "read": dict, "noted": dict, "config": dict}
+EXPORT = {"run": str, "step": int, "who": str, "files": dict}
 
 
 def _is_main():
@@ -197,16 +187,13 @@ def _sync(*paths):
 
 # --- trajectories that the next step continues
 
-ARRAYS = {
-    "ids": np.int32,
-    "logp": np.float32,
-    "sampled": bool,
-    "versions": np.int32,
-}  # fields of Sample
+TUPLES = ("prompt", "failed", "earlier")  # fields of Sample that JSON has as lists
+ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    file.write_text(json.dumps([vars(s) for s in samples], default=np.ndarray.tolist))
+    rows = {"samples": [vars(s) for s in samples]}
+    file.write_text(json.dumps(rows, default=np.ndarray.tolist))
     _sync(file)
 
 
@@ -215,17 +202,19 @@ def read_carried(folder: Path) -> list[Sample]:
     a prompt with the response so far. With --carry, a step leaves some trajectories for the next step."""
     found = []
     for name in names_in(folder):
-        rows = read_json(folder / name, [dict]) if name.startswith("carried-") else []
-        with explained(f"{folder / name} has wrong content", "an intact copy of it"):
-            for row in rows:
-                row |= {key: tuple(row[key]) for key in ("prompt", "failed", "earlier")}
-                row |= {
-                    key: np.array(row[key], kind)
-                    for key, kind in ARRAYS.items()
-                    if row[key] is not None
-                }
-                found.append(Sample(**row))
+        if name.startswith("carried-"):
+            rows = read_json(folder / name, {"samples": list})["samples"]
+            found += map(_sample, rows)
     return sorted(found, key=lambda s: s.key)
+
+
+def _sample(row):
+    for key in TUPLES:
+        row[key] = tuple(row[key])
+    for key, kind in ARRAYS.items():
+        if row[key] is not None:
+            row[key] = np.array(row[key], kind)
+    return Sample(**row)
 
 
 # --- saving
@@ -260,7 +249,7 @@ class Saver:
         self.failed = False
         if _is_main():  # clean up after a run that was killed
             _attempt(remove_unfinished, out / "ckpt", STEP.pattern)
-            self._prune(saved or 0)
+            self._prune()
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
@@ -317,18 +306,20 @@ class Saver:
             files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
             facts = self.facts | {"step": step}
             error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
-        if error:
-            shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
-            _, found = _attempt(complete, self.out)
-            last = found[-1].name if found else "none"
-            return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
-        self._prune(step)
-        return ""
+        if not error:
+            self._prune()
+            return ""
+        shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
+        _, found = _attempt(complete, self.out)
+        last = found[-1].name if found else "none"
+        return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
 
-    def _prune(self, step):
-        error, warnings = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best, step)
-        for warning in [f"no old checkpoint was removed: {error}"] if error else warnings:
+    def _prune(self):
+        error, warnings = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best)
+        for warning in warnings or []:
             self.warn(warning)
+        if error:
+            self.warn(f"no old checkpoint was removed: {error}")
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
@@ -347,77 +338,74 @@ def unfinished(final: Path, token: str) -> Path:
     return final.with_name(f".{final.name}.{token}.part")
 
 
-def left_behind(folder: Path, name: str, ending: str) -> list[Path]:
-    """Returns the hidden folders in `folder` (see `unfinished`) that have an ending: "part" or "old".
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Deletes the hidden folders in `folder` (see `unfinished`) that killed processes left.
 
     name: a regular expression for the names of the finished folders"""
-    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.{ending}"
-    return [folder / found for found in names_in(folder) if re.fullmatch(pattern, found)]
-
-
-def remove_unfinished(folder: Path, name: str) -> None:
-    """Delete the unfinished folders that killed processes left. folder, name: see `left_behind`"""
-    for path in left_behind(folder, name, "part"):
-        with suppress(OSError, UserError), _locked(path, fcntl.LOCK_EX):
-            shutil.rmtree(path, ignore_errors=True)
+    for found in names_in(folder):
+        if re.fullmatch(rf"\.{name}\.[0-9a-f]{{16}}\.part", found):
+            with suppress(OSError, UserError), _locked(folder / found, fcntl.LOCK_EX):
+                shutil.rmtree(folder / found, ignore_errors=True)
 
 
 @contextmanager
-def _locked(path: Path, kind: int) -> Iterator[None]:
-    """Context manager that holds an flock of a file or folder. The lock ends with the process. Raises
-    FileNotFoundError if there is no such file, and BlockingIOError if another process has a lock that
-    excludes it. A file system without such locks excludes nothing."""
+def _locked(path: Path, kind: int, wait: int = fcntl.LOCK_NB) -> Iterator[None]:
+    """Context manager that holds an flock of a file or folder (see configs.flock). Raises FileNotFoundError
+    if there is no such file. If another process has a lock that excludes it, raises BlockingIOError, or waits
+    if `wait` is 0."""
     file = if_there(partial(os.open, flags=os.O_RDONLY), path)
     if file is None:
         raise FileNotFoundError(path)
     try:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass
+        if not flock(file, kind | wait):
+            raise BlockingIOError(path)
         yield
     finally:
         os.close(file)
 
 
-def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
+def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, Mapping]) -> None:
     """Writes state.json and COMPLETE into the folder `temp`, and renames it to `final`, the checkpoint's
     path. To upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
-    files: the other files in `temp`
+    files: name of each other file in `temp` -> {"bytes": its size, "crc32": its checksum}
 
     Raises OSError if a file is missing or has another size than in `files`, or if `final` is a complete
     checkpoint."""
-    state = temp / "state.json"
+    for name, entry in files.items():
+        if (temp / name).stat().st_size != entry["bytes"]:
+            raise OSError(f"{name} was not written completely")
+    state, mark = temp / "state.json", temp / "COMPLETE"
     state.write_text(json.dumps(facts))
-    files = {**files, **_describe(state)}
-    cut = [name for name, entry in files.items() if (temp / name).stat().st_size != entry["bytes"]]
-    if cut:
-        raise OSError(f"{cut[0]} was not written completely")
+    mark.write_text(json.dumps({**files, **_describe(state)}))
     if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
-    (temp / "COMPLETE").write_text(json.dumps(files))
-    _sync(state, temp / "COMPLETE", temp)
+    _sync(state, mark, temp)
     temp.rename(final)  # fails if `final` exists and is not an empty folder
     _sync(final.parent)
 
 
-def prune(out: Path, keep: int, keep_best: str, last: float = inf) -> list[str]:
+def prune(out: Path, keep: int, keep_best: str) -> list[str]:
     """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
-    newest `keep` checkpoints, the best checkpoint, and symbolic links. Checkpoints after step `last` are not
-    the run's own: they stay, and do not count. Returns error messages, one line each."""
-    found = [p for p in complete(out) if int(p.name[5:]) <= last]
-    best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Returns error messages, one line
+    each."""
+    found = complete(out)
+    best = best_of(out, found, keep_best)
+    link = out / "ckpt" / "best"
     if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
         best = link.with_name(Path(os.readlink(link)).name)
-    old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
-    errors = {f"the old checkpoint {p} can't be removed": _attempt(_remove, p)[0] for p in old}
+    warnings = []
+    for old in found[:-keep]:
+        if old != best and not old.is_symlink():
+            error, _ = _attempt(_remove, old)
+            if error:
+                warnings.append(f"the old checkpoint {old} can't be removed ({error})")
     if best:
-        errors["ckpt/best can't be made"] = _attempt(_link_best, link, best.name)[0]
-    return [f"{what} ({error})" for what, error in errors.items() if error]
+        error, _ = _attempt(_link_best, link, best.name)
+        if error:
+            warnings.append(f"ckpt/best can't be made ({error})")
+    return warnings
 
 
 def _remove(folder):
@@ -430,11 +418,7 @@ def _remove(folder):
             mark.unlink()
         if exists(mark):
             return
-    _remove_files(folder, filter(OURS.fullmatch, names_in(folder)))
-
-
-def _remove_files(folder, names):
-    for name in names:
+    for name in filter(OURS.fullmatch, names_in(folder)):
         (folder / name).unlink()
     folder.rmdir()
 
@@ -451,14 +435,18 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     step is best.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
-    scores, names = {}, []
+    pattern = "eval/*/avg@*" if metric == "auto" else metric
+    scores = {}
+    names = []
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
-        found = fnmatch.filter(row, "eval/*/avg@*" if metric == "auto" else metric)
+        found = fnmatch.filter(row, pattern)
         if found and found != names:
-            scores, names = {}, found
+            names = found
+            scores.clear()
         if found and folder in folders:
-            scores[folder] = sum(row[name] for name in found) / len(found), row["step"]
+            mean = sum(row[name] for name in found) / len(found)
+            scores[folder] = (mean, row["step"])
     return max(scores, key=scores.get, default=None)
 
 
@@ -471,58 +459,39 @@ def step_folder(out: Path, step: int) -> Path:
 
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
-    found = [out / "ckpt" / name for name in names_in(out / "ckpt") if STEP.fullmatch(name)]
-    return sorted((p for p in found if exists(p / "COMPLETE")), key=lambda p: (len(p.name), p.name))
+    steps = [int(name[5:]) for name in names_in(out / "ckpt") if STEP.fullmatch(name)]
+    folders = [step_folder(out, step) for step in sorted(steps)]
+    return [folder for folder in folders if exists(folder / "COMPLETE")]
 
 
 @contextmanager
 def hold(folder: Path | None) -> Iterator[None]:
     """Context manager: inside it, no run removes the checkpoint `folder`. Raises UserError if it is gone."""
-    if folder is None:
-        yield
-        return
     with ExitStack() as stack:
-        with explained(f"{folder} was removed by its run", "a newer checkpoint", OSError):
-            stack.enter_context(_locked(folder / "COMPLETE", fcntl.LOCK_SH))
-            os.stat(folder / "COMPLETE")
+        if folder:
+            with explained(f"{folder} was removed by its run", "a newer checkpoint", OSError):
+                stack.enter_context(_locked(folder / "COMPLETE", fcntl.LOCK_SH))
+                os.stat(folder / "COMPLETE")
         yield
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns a text about a file that has changed since it was saved, or can't be read; "" if there is no
     such file. To share the work, each rank checks only every `ranks`-th file."""
-    error, mark = _attempt(read_json, folder / "COMPLETE", MARK)
+    error, mark = _attempt(read_json, folder / "COMPLETE")
     if error:
         return error
     # A resumed run reads all these files. If COMPLETE does not list such a file, it was added after the save,
     # so it counts as changed.
-    foreign = [
-        name
-        for name in names_in(folder)
-        if name.endswith(".safetensors") or name.startswith("carried-")
-    ]
-    entries = dict.fromkeys(["state.json", *foreign]) | mark
-    for name, entry in sorted(entries.items())[rank::ranks]:
+    read = [n for n in names_in(folder) if n.startswith("carried-") or n.endswith(".safetensors")]
+    for name in sorted({"state.json", *read, *mark})[rank::ranks]:
         error, found = _attempt(if_there, _describe, folder / name)
-        if error or found != {name: entry}:
+        if error or found != {name: mark.get(name)}:
             return (
                 error
                 or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
             )
     return ""
-
-
-def verify(run: Path) -> None:
-    """Prints whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
-    folders, bad = complete(run), []
-    require(
-        folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint"
-    )
-    for folder in folders:
-        wrong = damaged(folder)
-        show(wrong or f"{folder}: intact")
-        bad += [folder.name] if wrong else []
-    require(not bad, f"damaged: {', '.join(bad)}", "another checkpoint, or an intact copy")
 
 
 # --- resuming
@@ -564,31 +533,21 @@ def named(name: str) -> Path:
     of_run = path.parent / "ckpt"
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
     found = next((p for p in places if exists(p / "COMPLETE")), None)
+    needed = "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model"
     there = ", ".join(p.name for p in complete(path.parent))
-    require(
-        found is not None,
-        f"{name} is no complete checkpoint",
-        f"one of {there}"
-        if there
-        else "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model",
-    )
+    if there:
+        needed = f"one of {there}"
+    require(found is not None, f"{name} is no complete checkpoint", needed)
     return found.resolve()
 
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
-    of the checkpoint is damaged, or if the checkpoint has the name of another step."""
+    of the checkpoint is damaged."""
     here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
-    bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
+    bad = max(dist.gather(damaged(folder, *here)))
     require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
-    state = read_json(folder / "state.json", STATE)
-    own = step_folder(Path(), state["step"]).name
-    require(
-        folder.name == own or not STEP.fullmatch(folder.name),
-        f"{folder} is the checkpoint after {state['step']} steps",
-        f"the name {own}, or another place for this copy",
-    )
-    return state
+    return read_json(folder / "state.json", STATE)
 
 
 # Settings of a model's config.json that change no result.
@@ -695,90 +654,82 @@ def source_of(who: str, config: Mapping[str, Any]) -> str:
     return config.get(f"{who}_model") or config["model"]
 
 
-def check_export_path(out: Path) -> str:
-    """Returns a text about the earlier export that an export to `out` replaces, or "". Raises UserError
-    unless `out` is a new path, an empty folder, or a folder with only the files of an earlier export."""
-    _tidy(out)
-    for folder in (out, *out.parents):
-        is_checkpoint = folder.parent.name == "ckpt" and STEP.fullmatch(folder.name)
-        require(
-            not is_checkpoint and not exists(folder / "COMPLETE"),
-            f"{out} is inside a checkpoint",
-            "a path outside of it",
-        )
-    if if_there(os.lstat, out) is None:
-        return ""
-    others, earlier = ["it"], {}
-    while out.is_dir() and not out.is_symlink():
+def check_export_path(out: Path) -> None:
+    """Raises UserError unless `out` is a new path, an empty folder, or a folder with only the files of an
+    earlier export."""
+    if if_there(os.lstat, out) is not None:
+        with _locked(out.parent, fcntl.LOCK_EX, wait=0):  # not while another export replaces it
+            _check_earlier(out)
+
+
+def _check_earlier(out):
+    others = ["it"]
+    if out.is_dir() and not out.is_symlink():
         error, earlier = _attempt(read_json, out / MARKER, EXPORT)
         others = [error] if error else _foreign(out, earlier.get("files", {}))
-        # If the file has changed, another export has replaced the folder meanwhile.
-        if not others or _attempt(read_json, out / MARKER, EXPORT)[1] == earlier:
-            break
     require(
         not others,
         f"{out} exists, and an export would replace {', '.join(others)}",
         "a new path, an empty folder, or an earlier export without new or changed "
         "files (move such files out)",
     )
-    return "the {who} after {step} steps of {run}".format(**earlier) if earlier else ""
 
 
-def _foreign(out, files, at=""):
-    """Returns the paths of what is in the folder out/at and is not the export's: files that are not in
-    `files` (see EXPORT) or have changed, links, and folders without files of the export."""
+def _foreign(out, files):
+    """Returns the paths in `out` that are not the export's: files that are not in `files` (see EXPORT) or
+    have changed, links, and folders without files of the export."""
     others = []
-    for name in names_in(out / at):
-        path = out / at / name
-        where = f"{at}{name}"
-        if (
-            path.is_dir()
-            and not path.is_symlink()
-            and any(known.startswith(f"{where}/") for known in files)
-        ):
-            others += _foreign(out, files, f"{where}/")
-        elif path.is_symlink() or not path.is_file():
-            others.append(where)
-        elif where != MARKER and if_there(_describe, path) != {name: files.get(where)}:
-            others.append(where)
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if path.is_symlink():
+            ours = False
+        elif path.is_dir():
+            ours = any(known.startswith(f"{name}/") for known in files)
+        else:
+            ours = name == MARKER or (
+                path.is_file() and if_there(_describe, path) == {path.name: files.get(name)}
+            )
+        if not ours:
+            others.append(name)
     return others
 
 
-def _tidy(out):
-    """Puts the earlier export back if an export was killed while it replaced it. Deletes what killed exports
-    left."""
-    replaced = left_behind(out.parent, re.escape(out.name), "old")
-    if replaced and if_there(os.lstat, out) is None:
-        with suppress(OSError):
-            replaced[0].rename(out)
-    else:
-        for folder in replaced:
-            _attempt(_remove_export, folder)
-    remove_unfinished(out.parent, re.escape(out.name))
+def _replace(temp, out):
+    """Gives the folder `temp` the name `out`. An earlier export there first gets another name, and is deleted
+    at the end. Also deletes what killed exports to `out` left."""
+    with _locked(out.parent, fcntl.LOCK_EX, wait=0):  # another export may be here at the same time
+        if exists(out):
+            _check_earlier(out)
+        if exists(out / MARKER):
+            out.rename(unfinished(out, secrets.token_hex(8)).with_suffix(".old"))
+        temp.rename(out)
+        _sync(out.parent)
+        for old in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 16}.old"):
+            _attempt(_remove_export, old)
+        remove_unfinished(out.parent, re.escape(out.name))
 
 
 def _remove_export(folder):
-    files = read_json(folder / MARKER, EXPORT).get("files", {})
-    folders = {Path(name).parent for name in files} - {Path()}
-    for name in files:
+    """Deletes the files that the export wrote. If the folder has others, they stay, and OSError is raised."""
+    files = read_json(folder / MARKER, EXPORT)["files"]
+    for name in [*files, MARKER]:
         (folder / name).unlink(missing_ok=True)
-    for path in sorted(folders, reverse=True):
-        (folder / path).rmdir()
-    _remove_files(folder, names_in(folder) and [MARKER])
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir()
+    folder.rmdir()
 
 
 def export_hf(
     weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path, facts: Facts
-) -> str:
-    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function. Returns
-    the result of `check_export_path` on rank 0, else "".
+) -> None:
+    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function.
 
     source: folder of the base model
     facts: the result of `marker`
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     main = _is_main()
-    dist.together(lambda: main and check_export_path(out))
+    dist.together(lambda: check_export_path(out) if main else None)
     state = {}
     for name, tensor in weights:
         if main:
@@ -787,7 +738,7 @@ def export_hf(
 
     def write():
         temp = unfinished(out, secrets.token_hex(8))
-        error, replaced = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
+        error, _ = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
         shutil.rmtree(temp, ignore_errors=True)
         require(
             not error,
@@ -795,9 +746,8 @@ def export_hf(
             "space and permission there, and then the "
             "same command, or ckpt.py export (the checkpoints are intact)",
         )
-        return replaced
 
-    return dist.together(write if main else str)
+    dist.together(lambda: write() if main else None)
 
 
 def _write_export(temp, out, state, model, tokenizer, source, facts):
@@ -806,49 +756,25 @@ def _write_export(temp, out, state, model, tokenizer, source, facts):
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
-    new = temp.with_suffix(".new")
-    new.mkdir(parents=True)
-    with _locked(new, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
-        new.rename(temp)
+    temp.mkdir(parents=True)
+    with _locked(temp, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
         save_torch_state_dict(state, temp)
         config.save_pretrained(temp)
         tokenizer.save_pretrained(temp)
         template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
         if template:
             (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
-        if exists(Path(source) / "generation_config.json"):
-            shutil.copyfile(
-                Path(source) / "generation_config.json", temp / "generation_config.json"
-            )
-        files = [path for path in temp.rglob("*") if path.is_file()]
-        entries = {path.relative_to(temp).as_posix(): _describe(path)[path.name] for path in files}
-        (temp / MARKER).write_text(json.dumps(facts | {"files": entries}, indent=1))
-        for path in files:
-            follow_umask(path)
+        generation = Path(source) / "generation_config.json"
+        if exists(generation):
+            shutil.copyfile(generation, temp / generation.name)
+        files = {}
+        for path in temp.rglob("*"):
+            if path.is_file():
+                files[path.relative_to(temp).as_posix()] = _describe(path)[path.name]
+                follow_umask(path)
+        (temp / MARKER).write_text(json.dumps(facts | {"files": files}, indent=1))
         _sync(*temp.rglob("*"), temp)
-        replaced = check_export_path(out)
         _replace(temp, out)
-    return replaced
-
-
-def _replace(temp, out):
-    """Gives the folder `temp` the name `out`. An earlier export there first gets another name, and is deleted
-    at the end. If the process is killed in between, `_tidy` puts it back."""
-    old = []
-    while True:
-        try:
-            temp.rename(out)  # fails if `out` is a folder that is not empty
-            break
-        except OSError as e:
-            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        # A new name in each round, because another export may take the place between two renames.
-        old.append(unfinished(out, secrets.token_hex(8)).with_suffix(".old"))
-        with suppress(FileNotFoundError):
-            out.rename(old[-1])
-    _sync(out.parent)
-    for folder in filter(Path.is_dir, old):
-        _attempt(_remove_export, folder)
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -905,27 +831,23 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
         }
         dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    replaced = export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(
-        f"{out}: the {who} after {saved['step']} steps"
-        + (f", in place of {replaced}" if replaced else "")
-    )
+    export_hf(weights.items(), model, tokenizer, source, out, facts)
+    show(f"{out}: the {who} after {saved['step']} steps")
 
 
 def main(argv: list[str]) -> None:
-    words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
-    match words:
+    base = ""
+    if argv[-2:-1] == ["--model"]:
+        *argv, _, base = argv
+    match argv:
         case [] | ["-h" | "--help"]:
             print(__doc__)
-        case ["verify", run]:
-            verify(Path(run))
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
             raise UserError(
                 f"unknown command: ckpt.py {' '.join(argv)}; needed: "
-                "python ckpt.py export RUN STEP|best|last OUT [critic] "
-                "[--model PATH], or ckpt.py verify RUN"
+                "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
             )
 
 

@@ -170,7 +170,6 @@ Mismatch = Literal[
     "geometric-truncate",
     "geometric-mask",
 ]
-Tracker = Literal["wandb"]
 LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
 
@@ -285,7 +284,7 @@ class Config:
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some", "none"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
-    track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
+    track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
@@ -1232,35 +1231,31 @@ def names_in(folder: Path) -> list[str]:
     return sorted(if_there(os.listdir, folder) or [])
 
 
-def misfit(value: Any, shape: Any, name: str = "it") -> str:
-    """Returns "" if a JSON value has a shape, else a text such as "step is 'x'; needed: int".
+def misfit(value: Any, shape: Mapping) -> str:
+    """Returns "" if a JSON value is a dict with values of the right types, else a text such as "step is 'x';
+    needed: int".
 
-    shape: a type, or a list with the shape of each item, or a dict: key -> shape. In a dict, the key `str`
-        stands for all other keys, and a key may be missing if its type allows None"""
-    kind = type(shape) if isinstance(shape, dict | list) else shape
-    if not isinstance(value, kind):
-        return f"{name} is {shorten(repr(value))}; needed: {getattr(kind, '__name__', kind)}"
-    parts = []
-    if isinstance(shape, list):
-        parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(value)]
-    elif isinstance(shape, dict):
-        rest = shape.get(str, object)
-        parts = [
-            (key, value.get(key), shape.get(key, rest))
-            for key in {**shape, **value}
-            if key is not str
-        ]
-    return next(filter(None, (misfit(part, of_part, key) for key, part, of_part in parts)), "")
+    shape: key -> type. The key `str` stands for all other keys. A key may be missing if its type allows
+        None"""
+    if not isinstance(value, dict):
+        return f"it is {shorten(repr(value))}; needed: dict"
+    rest = shape.get(str, object)
+    for key in {**shape, **value}:
+        kind = shape.get(key, rest)
+        if key is not str and not isinstance(value.get(key), kind):
+            needed = getattr(kind, "__name__", kind)
+            return f"{key} is {shorten(repr(value.get(key)))}; needed: {needed}"
+    return ""
 
 
-def read_json(file: Path, shape: Any = dict) -> Any:
+def read_json(file: Path, shape: Mapping = {}) -> Any:  # noqa: B006 (never changed)
     """Returns the content of a JSON file; {} if there is no file. Raises UserError if the file can't be read,
     or if its content has another shape (see `misfit`)."""
     data = if_there(Path.read_bytes, file)
     return {} if data is None else from_json(data, shape, file)
 
 
-def from_json(data: bytes, shape: Any, where: Path) -> Any:
+def from_json(data: bytes, shape: Mapping, where: Path | str) -> Any:
     """Returns the value of a JSON text. Raises UserError as `read_json` does. where: the text's file"""
     with explained(f"{where} is damaged", "an intact copy of it"):
         value = json.loads(data)
@@ -1270,7 +1265,7 @@ def from_json(data: bytes, shape: Any, where: Path) -> Any:
     return value
 
 
-def read_jsonl(path: Path, shape: Any = dict) -> list[Any]:
+def read_jsonl(path: Path, shape: Mapping = {}) -> list[Any]:  # noqa: B006 (never changed)
     """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short.
     Raises UserError as `read_json` does."""
     rows = []

@@ -280,9 +280,7 @@ def finish(run: Run) -> None:
         )
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, saved)
         folder = run.log.out / "export" / role.name
-        replaced = ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)
-        if replaced:
-            run.log.say(f"{folder} replaces {replaced}")
+        ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)
 
 
 # --- starting
@@ -758,9 +756,7 @@ def estimate_advantages(
         for name, x in (
             (("values", v), ("returns", returns), ("value_error", returns - v)) if critic else ()
         ):
-            x = x[p.loss_tokens].double()
-            meter.add(name, x.sum(), len(x))
-            meter.add(f"{name}²", (x * x).sum(), len(x))
+            meter.add_values(name, x[p.loss_tokens])
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
@@ -826,7 +822,7 @@ def train_role(
                     bar.update()
                 if role.name == "policy":
                     check_gap(meter, cfg)
-                update(role, packs, lr, step, cfg, meter, log)
+                update(role, lr, step, cfg, meter, log)
 
 
 def critic_pack_loss(
@@ -888,8 +884,6 @@ def policy_pack_loss(
         "policy_loss": loss * tokens,
         "clip_share": clipped,
         "entropy": entropy.sum(),
-        "mismatch/mean": weight.sum(),
-        "mismatch/mean²": (weight * weight).sum(),
         "mismatch/cut": cut.sum(),
     }
     if p.ref_logp is not None:
@@ -905,6 +899,7 @@ def policy_pack_loss(
         loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
         meter.add(name, total, len(p.loss_tokens))
+    meter.add("mismatch/mean", weight.sum(), len(p.loss_tokens), (weight * weight).sum())
     return loss
 
 
@@ -923,11 +918,9 @@ def check_gap(meter: Meter, cfg: Config) -> None:
     )
 
 
-def update(
-    role: Role, packs: list[Pack], lr: float, step: int, cfg: Config, meter: Meter, log: Logger
-) -> None:
-    """Clip the gradient and take one optimizer step. All ranks skip an update whose gradient is not finite,
-    and save its packs in nonfinite/. Raises UserError after three skipped updates in a row."""
+def update(role: Role, lr: float, step: int, cfg: Config, meter: Meter, log: Logger) -> None:
+    """Clip the gradient and take one optimizer step. All ranks skip an update whose gradient is not finite.
+    Raises UserError after three skipped updates in a row."""
     norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
     finite = bool(norm.isfinite())
     for group in role.optimizer.param_groups:
@@ -937,10 +930,7 @@ def update(
         role.optimizer.step()
     else:
         role.skipped += 1
-        dumped = log.dump(f"nonfinite/step_{step:06d}_{role.name}", packs)
-        log.alarm(
-            f"the {role.name}'s gradient is not finite; the update is skipped, {dumped}", step
-        )
+        log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped", step)
     role.optimizer.zero_grad(set_to_none=True)
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", not finite, 1)
@@ -949,7 +939,7 @@ def update(
         raise UserError(
             f"three updates of the {role.name} in a row were not finite, the last "
             f"one in step {step}, and the last complete checkpoint is {saved}; "
-            "needed: a look at nonfinite/, a smaller learning rate, or --dtype float32"
+            "needed: a smaller learning rate, or --dtype float32"
         )
 
 
@@ -984,18 +974,16 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):
-        return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
-
-    m["response_len/std"] = variance("response_len") ** 0.5
+    variance = meter.variances
+    m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
     if "returns" in m:
-        of_returns = variance("returns")
-        m["explained_variance"] = (
-            1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
-        )
+        m["explained_variance"] = 0.0
+        if variance["returns"] > 1e-12:
+            m["explained_variance"] = 1 - variance["value_error"] / variance["returns"]
         del m["value_error"]
-    if m.get("mismatch/mean²"):
-        m["ess"] = m["mismatch/mean"] ** 2 / m["mismatch/mean²"]
+    if m.get("mismatch/mean"):
+        square = m["mismatch/mean"] ** 2
+        m["ess"] = square / (square + variance["mismatch/mean"])
     seconds = time.perf_counter() - start
     m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
@@ -1003,7 +991,7 @@ def step_metrics(meter: Meter, world: dist.World, engine: Engine, start: float) 
     peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops if world.device.type == "cuda" else 0
     if peak:
         m["mfu"] = m["tflops"] * 1e12 / peak
-    return {name: value for name, value in m.items() if not name.endswith("²")}
+    return m
 
 
 if __name__ == "__main__":

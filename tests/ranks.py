@@ -293,7 +293,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
         before = [p.detach().clone() for p in policy.model.parameters()]
         for p in policy.model.parameters():
             p.grad = torch.full_like(p, value)
-        train.update(policy, [], 1e-3, 0, cfg, meter, log)
+        train.update(policy, 1e-3, 0, cfg, meter, log)
         return all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
     left = update(float("nan")) and not policy.optimizer.state

@@ -25,14 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
-import data
 import dist
 import train
 from bench.tasks import chat_tokenizer
 from configs import PRESETS, UserError, changed
 from data import prompt_encoder, prompt_form
 from guard.watch import handle_signals
-from log import Logger, read_metrics
+from log import read_metrics
 from model import load_critic, load_policy, load_tokenizer
 from tools import evaluate
 from tools.tiny import make_tokenizer
@@ -274,7 +273,6 @@ def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
     assert "in step 0, and the last complete checkpoint is none" in ended
-    assert len(list((tmp_path / "nonfinite").iterdir())) >= 1
 
 
 def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
@@ -581,7 +579,7 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign",
                                   "carried-00001.json"])
-def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
+def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name):
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -599,14 +597,8 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     assert not (out / "export").exists()
     with pytest.raises(UserError, match=f"{file} is damaged"):
         ckpt.main(["export", str(out), "4", str(tmp_path / "hf")])
-    with pytest.raises(UserError, match="damaged: step_000004;"):
-        ckpt.main(["verify", str(out)])
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "step_000002: intact" in said[0]
-    assert "step_000004" in said[1] and file.name in said[1]
     folder.rename(out / "ckpt" / "damaged")
     assert ckpt.find(out, "auto").name == "step_000002"
-    ckpt.main(["verify", str(out)])
 
 
 def poisoned(out, what):
@@ -814,16 +806,6 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
     for folder in (tmp_path / "run" / "export" / "policy", tmp_path / "hf"):
         tokenizer = load_tokenizer(str(folder))
         assert tokenizer.decode(asked(tokenizer, "1+1=")) == "Q: 1+1= A:"
-
-
-def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
-    packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
-    said = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
-    file, = (tmp_path / "nonfinite").iterdir()
-    assert said == f"its packs are in {file}"
-    want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
-            if value is not None}
-    assert equal(load_file(file), want) and len(want) > 20
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):

@@ -55,7 +55,7 @@ CANNOT = {
 # Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
-NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "WandbTracker.json"}  # the last needs --track
+NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "wandb-id.txt"}  # the last needs --track
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
 GONE = {"attention"}  # flags of removed features, which docs/forking.md names

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from configs import PRESETS, UserError, parse, read_jsonl
 from data import load_problems
 from guard.alarms import active_alarms, new_alarms
-from log import TRACKERS, Logger, Meter, Tracker, measure_samples, read_metrics
+from log import Logger, Meter, Tracker, measure_samples, read_metrics
 from model import load_tokenizer
 
 PPO = PRESETS["tiny-ppo"]
@@ -266,6 +266,7 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
         meter.add_mean_and_max("equal", torch.full((9,), 0.5))
         meter.add_mean_and_max("beyond", torch.tensor([0.0, math.nan, math.inf]))
         meter.add("tokens", len(x))
+        meter.add_values("values", x)
         meter.add("nothing", 0, 0)
         meter.add_max("peak", len(x))
     sums = sum(torch.cat(list(meter.sums.values())) for meter in meters)
@@ -273,6 +274,8 @@ def test_a_meter_divides_sums_by_counts_over_all_ranks():
     found, every = meters[0].reduce(lambda _: sums, lambda _: peaks), torch.cat(values)
     assert "nothing" not in found and found["tokens"] == 350 and found["peak"] == 300
     assert found["gap/mean"] == pytest.approx(every.mean().item(), rel=1e-5)
+    assert found["values"] == found["gap/mean"]
+    assert meters[0].variances == {"values": pytest.approx(every.var(unbiased=False).item(), rel=1e-5)}
     assert found["gap/max"] == pytest.approx(every.max().item())
     assert [found[f"equal/{x}"] for x in ("mean", "max")] == [0.5] * 2
     assert math.isnan(found["beyond/mean"])
@@ -363,7 +366,7 @@ class ListTracker(Tracker):
     def send(self, row, samples) -> None:
         if row["step"] == 2:
             raise ValueError("no\nspace")
-        with (self.out / "tracked" / self.state["id"]).open("a") as file:
+        with (self.out / "tracked" / self.id).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def finish(self, run_failed: bool) -> None:
@@ -371,31 +374,31 @@ class ListTracker(Tracker):
 
 
 def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch):
-    monkeypatch.setitem(TRACKERS, "list", ListTracker)
-    rows, cfg = learning(6), dataclasses.replace(PPO, track=("list",))
+    monkeypatch.setattr("log.Tracker", ListTracker)
+    rows, cfg = learning(6), dataclasses.replace(PPO, track=("wandb",))
 
     def tracked():
         return sorted(map(read_jsonl, (tmp_path / "tracked").iterdir()), key=len)
 
-    with written(tmp_path, rows[:5], cfg=cfg):
+    with written(tmp_path, rows[:4], cfg=cfg):
         pass
     assert [row["text"].split(";")[0] for row in read_jsonl(tmp_path / "alarms.jsonl")] == [
-        "ListTracker failed (ValueError: no space)"]
-    assert read_metrics(tmp_path) == rows[:5] and tracked() == [rows[:2]]
-    written(tmp_path, rows[5:], 5, cfg)
-    assert tracked() == [rows[:2] + rows[3:]]
-    (tmp_path / "ListTracker.json").unlink()
+        "--track failed (ValueError: no space)"]
+    assert read_metrics(tmp_path) == rows[:4] and tracked() == [rows[:2]]
+    written(tmp_path, rows[3:], 3, cfg)
+    assert tracked() == [rows[:2] + rows[4:]]
+    (tmp_path / "wandb-id.txt").unlink()
     written(tmp_path, [], 2, cfg)
-    assert tracked() == [rows[:2], rows[:2] + rows[3:]]
+    assert tracked() == [rows[:2], rows[:2] + rows[4:]]
     written(tmp_path, rows[:1], 0, cfg)  # another run in the same folder
-    assert tracked() == [rows[:1], rows[:2], rows[:2] + rows[3:]]
+    assert tracked() == [rows[:1], rows[:2], rows[:2] + rows[4:]]
 
 
 def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
     nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40,
                "WANDB_INIT_TIMEOUT": "1"}
     alarms, = run_ranks(1, log_run, tmp_path, learning(2), 0, (), nowhere)
-    assert [alarm.split(" failed")[0] for alarm in alarms] == ["WandbTracker"]
+    assert [alarm.split(" failed")[0] for alarm in alarms] == ["--track"]
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1]
 
 
