@@ -183,9 +183,9 @@ def _decimals(value):
 class EvalConfig(Config):
     """The flags of train.py, and --write_rows."""
 
-    write_rows: tuple[str, str] | None = (
-        None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
-    )
+    # fmt: off
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
+    # fmt: on
 
 
 EVAL_FLAGS = tuple(
@@ -233,14 +233,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]",
     )
     require(len(set(map(model_name, models))) == count, "the same model twice", "each model once")
-    cfg, given = (
-        parse(
-            [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags],
-            "tools.evaluate",
-            EvalConfig,
-        ),
-        given_flags(flags),
-    )
+    words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
+    cfg = parse(words, "tools.evaluate", EvalConfig)
+    given = set(given_flags(flags))
     for name in given:
         require(
             name in EVAL_FLAGS,
@@ -271,7 +266,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         cfg.template == "chat" and "stop" not in given
     ):  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
+    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
 
 
