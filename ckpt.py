@@ -5,13 +5,13 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
     shard-00000.safetensors   one file per rank: the rank's slices of all tensors, in DCP's format
     carried-00000.json        with --carry, one file per rank: responses that no step has trained on yet
     state.json                number of finished steps, config, hashes of what the run reads, versions
-    COMPLETE                  size and CRC-32 of every other file; without it, the checkpoint is ignored
+    COMPLETE                  CRC-32 of every other file; without it, the checkpoint is ignored
 
 DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. No random state is saved, because
 every random choice is a function of (seed, step).
 
-A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints, unless a process
-reads them (see `hold`). An export replaces only an earlier export.
+A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints. An export removes
+nothing: an earlier export gets another name.
 
 Checkpoints and exports are written to a hidden folder beside their place, which is then renamed.
 
@@ -26,7 +26,7 @@ RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add -
 
 import fcntl
 import fnmatch
-import glob
+import itertools
 import json
 import os
 import re
@@ -34,12 +34,11 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import configs  # noqa: F401 (first, because it says what to type if no package is installed)
@@ -52,6 +51,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
@@ -65,7 +65,6 @@ from configs import (
     changed,
     differences,
     exists,
-    explained,
     flock,
     follow_umask,
     if_there,
@@ -73,6 +72,7 @@ from configs import (
     read_json,
     require,
     short_hash,
+    shorten,
     show,
     user_errors,
 )
@@ -95,9 +95,6 @@ OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 Facts = dict[str, Any]  # content of state.json (or a part of it), or of an export's MARKER file
-# The shapes (configs.misfit) of state.json and an export's MARKER
-STATE = {"step": int, "models": list, "prompt": str, "read": dict, "noted": dict, "config": dict}
-EXPORT = {"run": str, "step": int, "who": str, "files": dict}
 
 
 def _is_main():
@@ -119,36 +116,40 @@ class StagingBuffer:
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current weights and optimizer states. All ranks must call this method together."""
-        live = {
-            f"{who}.{name}": tensor
-            for who, (model, optimizer) in self.models.items()
-            for name, tensor in dist.tensors_of(model, optimizer).items()
-        }
+        live = {}
+        for who, (model, optimizer) in self.models.items():
+            for name, tensor in dist.tensors_of(model, optimizer).items():
+                live[f"{who}.{name}"] = tensor
         local = {key: dist.local(x) for key, x in live.items()}
-        if (
-            self.slices.keys() != local.keys()
-        ):  # at the first save, or if the optimizer has new state
-            # Copies from a GPU to memory that is not pinned are several times slower.
-            self.slices = {
-                key: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-                for key, x in local.items()
-            }
+        # True at the first save, and if the optimizer has new state.
+        if self.slices.keys() != local.keys():
+            for key, x in local.items():
+                # Copies from a GPU to memory that is not pinned are several times slower.
+                self.slices[key] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
             self.offsets = owned_offsets(live)
-        torch._foreach_copy_(list(self.slices.values()), list(local.values()), non_blocking=True)
+        copies = list(self.slices.values())
+        torch._foreach_copy_(copies, list(local.values()), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def not_finite(self) -> str:
-        """Returns the name of a tensor with NaN or infinity on this rank, or "" if there is none."""
-        # One NaN or infinity makes the sum not finite. Testing each number with torch.isfinite is slower.
-        return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
+    def check_finite(self) -> None:
+        """Raises UserError if this rank has NaN or infinity."""
+        for key in self.offsets:
+            # One NaN or infinity makes the sum not finite. Testing each number is slower.
+            if not self.slices[key].sum().isfinite():
+                raise UserError(f"{key} is not finite")
 
     def write(self, file: Path) -> None:
         """Writes this rank's slices to `file` in DCP's format. DCP's own writer is not used: it would hold
         the GIL, and so block the training thread."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
-        info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-        save_file({key: self.slices[key] for key in self.offsets}, file, info)
+        info = {
+            "DCP_SHARDING_INFO": json.dumps(offsets),
+            "DCP_VERSION": "1.0",
+            "format": "pt",
+        }
+        owned = {key: self.slices[key] for key in self.offsets}
+        save_file(owned, file, info)
         follow_umask(file)
         _sync(file)
 
@@ -156,14 +157,14 @@ class StagingBuffer:
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Returns a dict with the slices that this rank writes: name of a tensor -> offset of the slice in the
     whole tensor. If several ranks hold the same slice (--shard_ranks), only the lowest rank writes it."""
-    items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
-    mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
-    lower_ranks = dist.gather(mine)[: td.get_rank()]
-    return {
-        key: offset
-        for key, offset in mine.items()
-        if all(other.get(key) != offset for other in lower_ranks)
-    }
+    plan = create_default_local_save_plan(dict(tensors), is_coordinator=True)
+    plans = dedup_save_plans(dist.gather(plan), save_to_lowest_rank=True)
+    mine = plans[td.get_rank()]
+    offsets = {}
+    for item in mine.items:
+        chunk = item.tensor_data.chunk
+        offsets[item.index.fqn] = list(chunk.offsets)
+    return offsets
 
 
 def crc32(file: Path) -> str:
@@ -175,7 +176,8 @@ def crc32(file: Path) -> str:
 
 
 def _describe(*files):
-    return {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in files}
+    """Returns a dict: name of the file -> its CRC-32."""
+    return {file.name: crc32(file) for file in files}
 
 
 def _sync(*paths):
@@ -192,8 +194,9 @@ ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.i
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    rows = {"samples": [vars(s) for s in samples]}
-    file.write_text(json.dumps(rows, default=np.ndarray.tolist))
+    rows = [vars(s) for s in samples]
+    text = json.dumps({"samples": rows}, default=np.ndarray.tolist)
+    file.write_text(text)
     _sync(file)
 
 
@@ -203,9 +206,9 @@ def read_carried(folder: Path) -> list[Sample]:
     found = []
     for name in names_in(folder):
         if name.startswith("carried-"):
-            rows = read_json(folder / name, {"samples": list})["samples"]
-            found += map(_sample, rows)
-    return sorted(found, key=lambda s: s.key)
+            carried = read_json(folder / name, {"samples": list})
+            found += map(_sample, carried["samples"])
+    return sorted(found, key=lambda sample: sample.key)
 
 
 def _sample(row):
@@ -238,7 +241,10 @@ class Saver:
         saved: int | None,
         warn: Say,
     ) -> None:
-        self.out, self.cfg, self.saved, self.warn = out, cfg, saved, warn
+        self.out = out
+        self.cfg = cfg
+        self.saved = saved
+        self.warn = warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
         # with the collectives of training.
@@ -263,27 +269,29 @@ class Saver:
         self.buffer.update()
         # A process from before a restart may still write this checkpoint, so its folder gets a random name.
         token = dist.gather(secrets.token_hex(8))[0]
-        temp = unfinished(step_folder(self.out, step), token)
+        final = step_folder(self.out, step)
+        temp = unfinished(final, token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
 
     def finish(self) -> None:
         """Waits until the last save has ended. Raises UserError, the same on every rank, if two saves in a
-        row failed or a tensor is not finite."""
+        row failed."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
         """Writes this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
         A single failed save is only a warning; `finish` says what raises UserError."""
-        bad = max(dist.gather(self.buffer.not_finite(), self.group))
-        error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
+        error, files = _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
-        error = dist.gather(self._publish(step, temp, every) if _is_main() else "", self.group)[0]
-        require(not bad, error, "a new run (another --out) with smaller learning rates")
+        error = ""
+        if _is_main():
+            error = self._publish(step, temp, every)
+        error = dist.gather(error, self.group)[0]
         require(
             not error or not self.failed,
             f"two saves in a row failed, the last one with: {error}",
-            f"space and permission to write to {self.out}",
+            f"finite numbers, and space and permission to write to {self.out}",
         )
         self.failed = error != ""
         if error:
@@ -292,6 +300,7 @@ class Saver:
             self.saved = step
 
     def _write(self, temp, carried):
+        self.buffer.check_finite()
         temp.mkdir(parents=True, exist_ok=True)
         files = [temp / f"shard-{td.get_rank():05d}.safetensors"]
         self.buffer.write(files[0])
@@ -303,23 +312,21 @@ class Saver:
     def _publish(self, step, temp, every):
         error = max(error for error, _ in every)
         if not error:
-            files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
-            facts = self.facts | {"step": step}
-            error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
+            files = {}
+            for _, of_rank in every:
+                files |= of_rank
+            final = step_folder(self.out, step)
+            error, _ = _attempt(publish, temp, final, self.facts | {"step": step}, files)
         if not error:
             self._prune()
             return ""
         shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
-        _, found = _attempt(complete, self.out)
-        last = found[-1].name if found else "none"
-        return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
+        return f"the checkpoint after {step} steps was not saved: {error}"
 
     def _prune(self):
-        error, warnings = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best)
-        for warning in warnings or []:
-            self.warn(warning)
+        error, _ = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best)
         if error:
-            self.warn(f"no old checkpoint was removed: {error}")
+            self.warn(f"an old checkpoint was not removed, or ckpt/best not made: {error}")
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
@@ -329,7 +336,9 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
     try:
         return "", work(*args)
     except (OSError, SafetensorError, UserError) as e:
-        return (str(e).strip() or type(e).__name__).splitlines()[0].partition("; needed: ")[0], None
+        text = shorten(str(e), 300) or type(e).__name__
+        found, _, _ = text.partition("; needed: ")
+        return found, None
 
 
 def unfinished(final: Path, token: str) -> Path:
@@ -342,41 +351,25 @@ def remove_unfinished(folder: Path, name: str) -> None:
     """Deletes the hidden folders in `folder` (see `unfinished`) that killed processes left.
 
     name: a regular expression for the names of the finished folders"""
+    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.part"
     for found in names_in(folder):
-        if re.fullmatch(rf"\.{name}\.[0-9a-f]{{16}}\.part", found):
-            with suppress(OSError, UserError), _locked(folder / found, fcntl.LOCK_EX):
-                shutil.rmtree(folder / found, ignore_errors=True)
+        if re.fullmatch(pattern, found):
+            shutil.rmtree(folder / found, ignore_errors=True)
 
 
-@contextmanager
-def _locked(path: Path, kind: int, wait: int = fcntl.LOCK_NB) -> Iterator[None]:
-    """Context manager that holds an flock of a file or folder (see configs.flock). Raises FileNotFoundError
-    if there is no such file. If another process has a lock that excludes it, raises BlockingIOError, or waits
-    if `wait` is 0."""
-    file = if_there(partial(os.open, flags=os.O_RDONLY), path)
-    if file is None:
-        raise FileNotFoundError(path)
-    try:
-        if not flock(file, kind | wait):
-            raise BlockingIOError(path)
-        yield
-    finally:
-        os.close(file)
-
-
-def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, Mapping]) -> None:
+def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> None:
     """Writes state.json and COMPLETE into the folder `temp`, and renames it to `final`, the checkpoint's
     path. To upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
-    files: name of each other file in `temp` -> {"bytes": its size, "crc32": its checksum}
+    files: name of each other file in `temp` -> its CRC-32
 
-    Raises OSError if a file is missing or has another size than in `files`, or if `final` is a complete
+    Raises OSError if a file is missing, as on a disk that ranks do not share, or if `final` is a complete
     checkpoint."""
-    for name, entry in files.items():
-        if (temp / name).stat().st_size != entry["bytes"]:
-            raise OSError(f"{name} was not written completely")
-    state, mark = temp / "state.json", temp / "COMPLETE"
+    for name in files:
+        os.stat(temp / name)
+    state = temp / "state.json"
+    mark = temp / "COMPLETE"
     state.write_text(json.dumps(facts))
     mark.write_text(json.dumps({**files, **_describe(state)}))
     if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
@@ -386,47 +379,29 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, Mapping])
     _sync(final.parent)
 
 
-def prune(out: Path, keep: int, keep_best: str) -> list[str]:
+def prune(out: Path, keep: int, keep_best: str) -> None:
     """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
-    newest `keep` checkpoints, the best checkpoint, and symbolic links. Returns error messages, one line
-    each."""
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Raises OSError if one of these can't
+    be done."""
     found = complete(out)
     best = best_of(out, found, keep_best)
-    link = out / "ckpt" / "best"
-    if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
-        best = link.with_name(Path(os.readlink(link)).name)
-    warnings = []
     for old in found[:-keep]:
         if old != best and not old.is_symlink():
-            error, _ = _attempt(_remove, old)
-            if error:
-                warnings.append(f"the old checkpoint {old} can't be removed ({error})")
+            _remove(old)
     if best:
-        error, _ = _attempt(_link_best, link, best.name)
-        if error:
-            warnings.append(f"ckpt/best can't be made ({error})")
-    return warnings
+        link = out / "ckpt" / "best"
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(best.name)
 
 
 def _remove(folder):
-    """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. Deletes
-    COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
-    and OSError is raised."""
-    mark = folder / "COMPLETE"
-    if exists(mark):
-        with suppress(BlockingIOError), _locked(mark, fcntl.LOCK_EX):
-            mark.unlink()
-        if exists(mark):
-            return
+    """Deletes a checkpoint. Deletes COMPLETE first, so that a half-deleted checkpoint is ignored. If the
+    folder has other files, they stay, and OSError is raised."""
+    (folder / "COMPLETE").unlink(missing_ok=True)
     for name in filter(OURS.fullmatch, names_in(folder)):
         (folder / name).unlink()
     folder.rmdir()
-
-
-def _link_best(link, name):
-    if link.is_symlink():
-        link.unlink()
-    link.symlink_to(name)
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
@@ -445,7 +420,7 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
             names = found
             scores.clear()
         if found and folder in folders:
-            mean = sum(row[name] for name in found) / len(found)
+            mean = fmean(row[name] for name in found)
             scores[folder] = (mean, row["step"])
     return max(scores, key=scores.get, default=None)
 
@@ -459,20 +434,10 @@ def step_folder(out: Path, step: int) -> Path:
 
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
-    steps = [int(name[5:]) for name in names_in(out / "ckpt") if STEP.fullmatch(name)]
+    names = filter(STEP.fullmatch, names_in(out / "ckpt"))
+    steps = [int(name[5:]) for name in names]
     folders = [step_folder(out, step) for step in sorted(steps)]
     return [folder for folder in folders if exists(folder / "COMPLETE")]
-
-
-@contextmanager
-def hold(folder: Path | None) -> Iterator[None]:
-    """Context manager: inside it, no run removes the checkpoint `folder`. Raises UserError if it is gone."""
-    with ExitStack() as stack:
-        if folder:
-            with explained(f"{folder} was removed by its run", "a newer checkpoint", OSError):
-                stack.enter_context(_locked(folder / "COMPLETE", fcntl.LOCK_SH))
-                os.stat(folder / "COMPLETE")
-        yield
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
@@ -481,16 +446,17 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     error, mark = _attempt(read_json, folder / "COMPLETE")
     if error:
         return error
-    # A resumed run reads all these files. If COMPLETE does not list such a file, it was added after the save,
-    # so it counts as changed.
-    read = [n for n in names_in(folder) if n.startswith("carried-") or n.endswith(".safetensors")]
-    for name in sorted({"state.json", *read, *mark})[rank::ranks]:
+    names = {"state.json", *mark}
+    for name in names_in(folder):
+        # A resumed run reads these files. If COMPLETE does not list such a file, it was added after the save.
+        if name.startswith("carried-") or name.endswith(".safetensors"):
+            names.add(name)
+    for name in sorted(names)[rank::ranks]:
         error, found = _attempt(if_there, _describe, folder / name)
-        if error or found != {name: mark.get(name)}:
-            return (
-                error
-                or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
-            )
+        if error:
+            return error
+        if found != {name: mark.get(name)}:
+            return f"{folder / name} is damaged: it has changed since it was saved, or is gone"
     return ""
 
 
@@ -507,18 +473,15 @@ def find(out: Path, resume: str) -> Path | None:
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
-    try:
-        path = named(resume)
-    except UserError:
-        if newest:  # the checkpoint that this run began from is gone
-            return newest
-        raise
+    if not newest:
+        return named(resume)
+    _, path = _attempt(named, resume)  # None: the checkpoint that this run began from is gone
     require(
         path not in [p.resolve() for p in older],
         f"--resume {resume} is older than the newest checkpoint, {newest}",
         "another --out, so that the newer checkpoints stay",
     )
-    return newest or path
+    return newest
 
 
 def named(name: str) -> Path:
@@ -532,22 +495,26 @@ def named(name: str) -> Path:
     path = Path(name)
     of_run = path.parent / "ckpt"
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
-    found = next((p for p in places if exists(p / "COMPLETE")), None)
-    needed = "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model"
-    there = ", ".join(p.name for p in complete(path.parent))
+    for place in places:
+        if exists(place / "COMPLETE"):
+            return place.resolve()
+    needed = "a run's folder, RUN/STEP or RUN/best; a model or an export follows --model"
+    there = complete(path.parent)
     if there:
-        needed = f"one of {there}"
-    require(found is not None, f"{name} is no complete checkpoint", needed)
-    return found.resolve()
+        needed = f"one of {', '.join(p.name for p in there)}"
+    raise UserError(f"{name} is no complete checkpoint; needed: {needed}")
 
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
     of the checkpoint is damaged."""
-    here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
-    bad = max(dist.gather(damaged(folder, *here)))
-    require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
-    return read_json(folder / "state.json", STATE)
+    share = ()
+    if td.is_initialized():
+        share = (td.get_rank(), td.get_world_size())
+    bad = max(dist.gather(damaged(folder, *share)))
+    needed = f"an older checkpoint (move {folder} away and type the same command)"
+    require(not bad, bad, needed)
+    return read_json(folder / "state.json", {"step": int})
 
 
 # Settings of a model's config.json that change no result.
@@ -617,7 +584,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     weights. A critic that the checkpoint lacks is not changed. Returns a line for the log.
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
-    saved, filled = read_state(path), []
+    saved = read_state(path)
+    filled = []
     read = {
         name: fact
         for name, fact in facts["read"].items()
@@ -641,7 +609,9 @@ def _fill(path, who, model, optimizer):
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
-            p.grad = torch.zeros_like(p) if f"{who}.{name}" in with_state else None
+            p.grad = None
+            if f"{who}.{name}" in with_state:
+                p.grad = torch.zeros_like(p)
         optimizer.step()
         optimizer.zero_grad()
     dist.load_files({who: dist.tensors_of(model, optimizer)}, path)
@@ -655,68 +625,12 @@ def source_of(who: str, config: Mapping[str, Any]) -> str:
 
 
 def check_export_path(out: Path) -> None:
-    """Raises UserError unless `out` is a new path, an empty folder, or a folder with only the files of an
-    earlier export."""
-    if if_there(os.lstat, out) is not None:
-        with _locked(out.parent, fcntl.LOCK_EX, wait=0):  # not while another export replaces it
-            _check_earlier(out)
-
-
-def _check_earlier(out):
-    others = ["it"]
-    if out.is_dir() and not out.is_symlink():
-        error, earlier = _attempt(read_json, out / MARKER, EXPORT)
-        others = [error] if error else _foreign(out, earlier.get("files", {}))
-    require(
-        not others,
-        f"{out} exists, and an export would replace {', '.join(others)}",
-        "a new path, an empty folder, or an earlier export without new or changed "
-        "files (move such files out)",
-    )
-
-
-def _foreign(out, files):
-    """Returns the paths in `out` that are not the export's: files that are not in `files` (see EXPORT) or
-    have changed, links, and folders without files of the export."""
-    others = []
-    for path in sorted(out.rglob("*")):
-        name = path.relative_to(out).as_posix()
-        if path.is_symlink():
-            ours = False
-        elif path.is_dir():
-            ours = any(known.startswith(f"{name}/") for known in files)
-        else:
-            ours = name == MARKER or (
-                path.is_file() and if_there(_describe, path) == {path.name: files.get(name)}
-            )
-        if not ours:
-            others.append(name)
-    return others
-
-
-def _replace(temp, out):
-    """Gives the folder `temp` the name `out`. An earlier export there first gets another name, and is deleted
-    at the end. Also deletes what killed exports to `out` left."""
-    with _locked(out.parent, fcntl.LOCK_EX, wait=0):  # another export may be here at the same time
-        if exists(out):
-            _check_earlier(out)
-        if exists(out / MARKER):
-            out.rename(unfinished(out, secrets.token_hex(8)).with_suffix(".old"))
-        temp.rename(out)
-        _sync(out.parent)
-        for old in out.parent.glob(f".{glob.escape(out.name)}.{'[0-9a-f]' * 16}.old"):
-            _attempt(_remove_export, old)
-        remove_unfinished(out.parent, re.escape(out.name))
-
-
-def _remove_export(folder):
-    """Deletes the files that the export wrote. If the folder has others, they stay, and OSError is raised."""
-    files = read_json(folder / MARKER, EXPORT)["files"]
-    for name in [*files, MARKER]:
-        (folder / name).unlink(missing_ok=True)
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir()
-    folder.rmdir()
+    """Raises UserError unless `out` is a new path, an empty folder, or an earlier export."""
+    is_new = if_there(os.lstat, out) is None
+    is_empty = out.is_dir() and not names_in(out)
+    is_export = not out.is_symlink() and exists(out / MARKER)
+    needed = "a new path, an empty folder, or an earlier export"
+    require(is_new or is_empty or is_export, f"{out} exists", needed)
 
 
 def export_hf(
@@ -737,44 +651,61 @@ def export_hf(
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
-        temp = unfinished(out, secrets.token_hex(8))
-        error, _ = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
-        shutil.rmtree(temp, ignore_errors=True)
-        require(
-            not error,
-            f"{out} can't be written ({error})",
-            "space and permission there, and then the "
-            "same command, or ckpt.py export (the checkpoints are intact)",
-        )
+        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
+        remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
+        needed = f"space and permission there, and then {remedy}"
+        require(not error, f"{out} can't be written ({error})", needed)
 
     dist.together(lambda: write() if main else None)
 
 
-def _write_export(temp, out, state, model, tokenizer, source, facts):
+def _write_export(out, state, model, tokenizer, source, facts):
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out.parent, os.O_RDONLY)
+    flock(lock, fcntl.LOCK_EX)  # other exports to this place wait
+    temp = unfinished(out, secrets.token_hex(8))
+    try:
+        remove_unfinished(out.parent, re.escape(out.name))
+        temp.mkdir()
+        save_torch_state_dict(state, temp)
+        _save_config(temp, model, tokenizer, source, facts)
+        _sync(*temp.rglob("*"), temp)
+        check_export_path(out)
+        if exists(out / MARKER):
+            out.rename(_free(out))
+        temp.rename(out)
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+        os.close(lock)
+
+
+def _free(out):
+    """Returns a path for an earlier export at `out`: OUT.1, or with the next free number."""
+    for i in itertools.count(1):
+        path = out.with_name(f"{out.name}.{i}")
+        if if_there(os.lstat, path) is None:
+            return path
+
+
+def _save_config(folder, model, tokenizer, source, facts):
+    """Writes the files of an export that are not weights."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
-    temp.mkdir(parents=True)
-    with _locked(temp, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
-        save_torch_state_dict(state, temp)
-        config.save_pretrained(temp)
-        tokenizer.save_pretrained(temp)
-        template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
-        if template:
-            (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
-        generation = Path(source) / "generation_config.json"
-        if exists(generation):
-            shutil.copyfile(generation, temp / generation.name)
-        files = {}
-        for path in temp.rglob("*"):
-            if path.is_file():
-                files[path.relative_to(temp).as_posix()] = _describe(path)[path.name]
-                follow_umask(path)
-        (temp / MARKER).write_text(json.dumps(facts | {"files": files}, indent=1))
-        _sync(*temp.rglob("*"), temp)
-        _replace(temp, out)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    generation = Path(source) / "generation_config.json"
+    if exists(generation):
+        shutil.copyfile(generation, folder / generation.name)
+    (folder / MARKER).write_text(json.dumps(facts, indent=1))
+    for file in folder.glob("*.safetensors"):
+        follow_umask(file)
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -808,28 +739,25 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     base: the base model's folder, if it was moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
-    with hold(path):
-        saved = read_state(path)
-        require(
-            who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}"
-        )
-        source = base or source_of(who, saved["config"])
-        tokenizer = load_tokenizer(base or saved["config"]["model"])
-        fix_date(tokenizer, saved["config"]["date"])
-        template = template_hash(tokenizer, saved["config"]["template"])
-        check_read(
-            path,
-            saved,
-            model_facts(source, tokenizer, who) | {"chat template": template},
-            "--model with the folder that the run started from (was: "
-            f"{source_of(who, saved['config'])})",
-        )
-        with torch.device("meta"):
-            model = (Critic if who == "critic" else Policy)(load_config(source))
-        weights = {
-            name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()
-        }
-        dist.load_files({who: weights}, path)
+    saved = read_state(path)
+    config = saved["config"]
+    models = ", ".join(saved["models"])
+    require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
+    began = source_of(who, config)
+    source = base or began
+    tokenizer = load_tokenizer(base or config["model"])
+    fix_date(tokenizer, config["date"])
+    read = model_facts(source, tokenizer, who)
+    read["chat template"] = template_hash(tokenizer, config["template"])
+    needed = f"--model with the folder that the run started from (was: {began})"
+    check_read(path, saved, read, needed)
+    kind = Critic if who == "critic" else Policy
+    with torch.device("meta"):
+        model = kind(load_config(source))
+    weights = {}
+    for name, p in model.named_parameters():
+        weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
+    dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     export_hf(weights.items(), model, tokenizer, source, out, facts)
     show(f"{out}: the {who} after {saved['step']} steps")
@@ -840,15 +768,12 @@ def main(argv: list[str]) -> None:
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
-        case [] | ["-h" | "--help"]:
-            print(__doc__)
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
-            raise UserError(
-                f"unknown command: ckpt.py {' '.join(argv)}; needed: "
-                "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
-            )
+            found = f"unknown command: ckpt.py {' '.join(argv)}"
+            needed = "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
+            raise UserError(f"{found}; needed: {needed}")
 
 
 if __name__ == "__main__":

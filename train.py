@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from configs import (
     check_paths,
     parse,
     printable,
+    read_json,
     require,
     set_allocator,
     show,
@@ -280,6 +280,8 @@ def finish(run: Run) -> None:
         )
         facts = ckpt.marker(run.log.out, run.cfg.steps, role.name, saved)
         folder = run.log.out / "export" / role.name
+        if read_json(folder / ckpt.MARKER).get("step") == run.cfg.steps:
+            continue  # a finished run that was started again
         ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)
 
 
@@ -317,9 +319,7 @@ def load(cfg: Config, world: dist.World, lock: FolderLock) -> Run:
     check_same(
         "starts from", {"checkpoint": checkpoint_id(found or origin)}, "a path that all share"
     )
-    with ExitStack() as stack:
-        dist.together(stack.enter_context, ckpt.hold(found or origin))
-        return load_from(found, origin, cfg, world, lock)
+    return load_from(found, origin, cfg, world, lock)
 
 
 def load_from(
@@ -906,7 +906,8 @@ def policy_pack_loss(
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
     this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
-    total, tokens = dist.on_host(dist.all_sum(meter.sums["logp_gap/mean"])).tolist()
+    sums = torch.stack([meter.sums["logp_gap/mean", i] for i in (0, 1)])
+    total, tokens = dist.on_host(dist.all_sum(sums)).tolist()
     gap = total / max(tokens, 1)
     require(
         gap <= cfg.max_logp_gap,  # a NaN gap fails this check too

@@ -349,7 +349,7 @@ def second(nodes: Nodes, struck: dict, rng: random.Random) -> bool:
     """Stops the first run with SIGSTOP, starts a second run in the same folder, and lets the first run
     continue. The second run must be refused, because the first run holds the lock."""
     owner = {}
-    while not owner:  # until the run has written the lock
+    while owner.get("pid") not in nodes.ranks().values():  # until this run has written the lock
         if not nodes.running():
             return False
         with contextlib.suppress(OSError, ValueError):

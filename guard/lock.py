@@ -1,5 +1,6 @@
 """The lock of a run's folder. It keeps other runs, on any host, from writing to the folder."""
 
+import atexit
 import fcntl
 import json
 import os
@@ -8,12 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import flock, from_json, if_there, require, show
+from configs import flock, if_there, read_json, require, show
 
-PATIENCE = (
-    120.0  # seconds to wait for a lock of another host; NFS keeps a lost host's lock for about 90 s
-)
-OWNER = {"host": str, "pid": int, "id": str}  # content of the lock file
+# Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
+PATIENCE = 120.0
 
 
 class FolderLock:
@@ -35,11 +34,10 @@ class FolderLock:
         self.handle = self.file.open("a")
         end = time.monotonic() + PATIENCE
         while not flock(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-            owner = {"host": "this host", "pid": "?"} | self.owner()
-            by = f"process {owner['pid']} on {owner['host']}"
-            elsewhere = owner["host"] not in ("this host", self.mine["host"])
+            owner = self.owner()
+            by = f"process {owner.get('pid')} on {owner.get('host')}"
             require(
-                elsewhere and time.monotonic() < end,
+                owner.get("host") != self.mine["host"] and time.monotonic() < end,
                 f"{self.file.parent} is in use by {by}",
                 "the end of that run, or another --out",
             )
@@ -48,6 +46,7 @@ class FolderLock:
         self.handle.truncate(0)
         json.dump(self.mine, self.handle)
         self.handle.flush()
+        atexit.register(self.release)  # keeps this object, and so the lock, until the process ends
 
     def refuse_living(self) -> None:
         """Raises UserError if another run uses the folder."""
@@ -63,4 +62,4 @@ class FolderLock:
         """Returns the content of the lock file; {} if there is no lock file, or if it is empty. Raises
         UserError if the file can't be read, or if no run of torz wrote it."""
         text = if_there(Path.read_bytes, self.file)
-        return from_json(text, OWNER, self.file) if text else {}
+        return read_json(self.file, {"host": str}) if text else {}

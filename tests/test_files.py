@@ -25,7 +25,7 @@ import configs
 import data
 import dist
 import train
-from configs import UserError, misfit
+from configs import UserError, checked
 from engine import MemoryLedger, eos_ids
 from guard.lock import FolderLock
 from guard.start import is_run
@@ -128,13 +128,12 @@ def test_a_file_server_that_fails_for_a_second_changes_nothing(base, two_ranks, 
 
 
 def test_the_types_of_json_values_are_checked():
-    shape = {"step": int, "note": str | None, str: dict}
-    good = {"step": 1, "f": {"bytes": 2}}
-    assert misfit(good, shape) == misfit(good | {"note": "x"}, shape) == ""
-    for key, value, words in (("step", "1", "step is '1'; needed: int"), ("step", None, "step is None"),
-                              ("note", 3, "note is 3"), ("f", 3, "f is 3; needed: dict")):
-        assert words in misfit(good | {key: value}, shape), key
-    assert misfit([], shape) == "it is []; needed: dict" and misfit({"f": {}}, shape)
+    shape, good = {"step": int, "note": str | None}, {"step": 1, "f": {"bytes": 2}}
+    assert checked(good, shape, "file") is good and checked(good | {"note": "x"}, shape, "file")
+    for value, words in ((good | {"step": "1"}, "file: step is '1'; needed: int"), ({}, "step is None"),
+                         (good | {"note": 3}, "note is 3"), ([], r"file: \[\]; needed: dict")):
+        with pytest.raises(UserError, match=words):
+            checked(value, shape, "file")
 
 
 WRONG = ["[1]", "5", '"x"', "null", '{"step": "x"}', '{"step": null}', '{"step": [], "a": 1}', "{",
@@ -174,12 +173,7 @@ def test_json_of_the_wrong_shape_is_one_line(two_ranks, tmp_path, text):
         (tmp_path / "generation_config.json").write_bytes(text)
         eos_ids(str(tmp_path), make(), None)
 
-    def export():
-        (tmp_path / "E").mkdir(exist_ok=True)
-        (tmp_path / "E/torz.json").write_bytes(text)
-        ckpt.check_export_path(tmp_path / "E")
-
-    for look in (carried, state, complete, lock, generation, export):
+    for look in (carried, state, complete, lock, generation):
         with contextlib.suppress(UserError):
             look()
             assert look is generation and (text[:1] == b"{" or text == b"1" * 5000) or (
@@ -214,16 +208,20 @@ def exporting(run_, step, out, times):
     return ""
 
 
-def test_exports_to_one_folder_at_once_are_both_whole(two_ranks, tmp_path):
-    """Four processes write two policies. The last one stays."""
-    jobs = [start_ranks(1, exporting, two_ranks[0], step, tmp_path / "E", 4) for step in (2, 4, 2, 4)]
+def test_exports_to_one_folder_at_once_are_all_whole(two_ranks, tmp_path):
+    """Four processes write two policies, two times each."""
+    jobs = [start_ranks(1, exporting, two_ranks[0], step, tmp_path / "E", 2) for step in (2, 4, 2, 4)]
     for (process,), _ in jobs:
         process.join(120)
         assert process.exitcode == 0
-    step = json.loads((tmp_path / "E" / EXPORT).read_text())["step"]
-    export(two_ranks[0], step, tmp_path / "alone")
-    assert tree(tmp_path / "E") == tree(tmp_path / "alone")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "alone"]
+    exports = sorted(tmp_path.iterdir())
+    assert [p.name for p in exports] == ["E", *(f"E.{i}" for i in range(1, 8))]
+    alone = {step: tree(two_ranks[0] / "export/policy") if step == 4 else None for step in (2, 4)}
+    export(two_ranks[0], 2, tmp_path / "alone")
+    alone[2] = tree(tmp_path / "alone")
+    for path in exports:
+        step = json.loads((path / EXPORT).read_text())["step"]
+        assert tree(path) == alone[step]
 
 
 def killed_at(run_, out, call):
@@ -241,80 +239,26 @@ def killed_at(run_, out, call):
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_an_export_that_is_killed_anywhere_leaves_no_half(two_ranks, tmp_path, call):
+def test_an_export_that_is_killed_anywhere_keeps_the_earlier_one(two_ranks, tmp_path, call):
     """Calls: the earlier export gets another name, the new one gets the name OUT."""
     out = tmp_path / "E"
     export(two_ranks[0], 2, out)
     before = tree(out)
     (process,), _ = start_ranks(1, killed_at, two_ranks[0], out, call)
     process.join(60)
-    assert process.exitcode == -signal.SIGKILL and tree(out) == (before if call == 1 else {})
+    assert process.exitcode == -signal.SIGKILL and out.exists() == (call == 1)
     export(two_ranks[0], 4, out)
-    assert json.loads((out / EXPORT).read_text())["step"] == 4
-    assert [p.name for p in tmp_path.iterdir()] == ["E"]
+    assert tree(tmp_path / "E.1") == before and json.loads((out / EXPORT).read_text())["step"] == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "E.1"]
 
 
-def theirs(out, what):
-    """Adds something of the user's to the folder of an export."""
-    new = out / what
-    if what == "folder/model.safetensors":
-        new.parent.mkdir()
-        shutil.copy(out / "model.safetensors", new)
-    elif what == "folder/torz.json":
-        new.parent.mkdir()
-        shutil.copy(out / EXPORT, new)
-    elif what == "dead link":
-        new.symlink_to("nowhere")
-    elif what == "link":
-        new.symlink_to("config.json")
-    elif what == "config.json":
-        new.rename(out / "real")
-        new.symlink_to("real")
-    elif what == "fifo":
-        os.mkfifo(new)
-    elif what == EXPORT:
-        new.write_text('{"project": "mine", "files": {}}')
-    elif what == "notes.txt":
-        new.write_text("mine")
-    else:
-        new.mkdir(parents=True)
-
-
-THEIRS = ["folder/model.safetensors", "folder/torz.json", "dead link", "link", "config.json", "fifo", EXPORT,
-          "notes.txt", "empty folder", "empty/inside"]
-
-
-@pytest.mark.parametrize("what", THEIRS)
-def test_an_export_removes_only_files_that_it_wrote(two_ranks, tmp_path, what):
-    out = tmp_path / "E"
-    export(two_ranks[0], 2, out)
-    theirs(out, what)
-    before = sorted(out.rglob("*"))
-    words = "E exists, and an export would replace .*; needed: a new path"
-    with pytest.raises(UserError, match=words) as said:
-        export(two_ranks[0], 4, out)
-    assert sorted(out.rglob("*")) == before and (what.split("/")[0] in str(said.value) or what == EXPORT)
-
-
-def test_what_a_user_adds_while_an_export_is_written_stays(two_ranks, tmp_path, monkeypatch):
-    out = tmp_path / "E"
-    export(two_ranks[0], 2, out)
-    write = ckpt.save_torch_state_dict
+def test_what_a_user_makes_while_an_export_is_written_stays(two_ranks, tmp_path, monkeypatch):
+    out, write = tmp_path / "E", ckpt.save_torch_state_dict
     monkeypatch.setattr(ckpt, "save_torch_state_dict",
-                        lambda *a: [write(*a), (out / "late.txt").write_text("mine")])
-    with pytest.raises(UserError, match="would replace late.txt"):
+                        lambda *a: [write(*a), out.mkdir(), (out / "late.txt").write_text("mine")])
+    with pytest.raises(UserError, match="E exists"):
         export(two_ranks[0], 4, out)
-    assert (out / "late.txt").exists() and json.loads((out / EXPORT).read_text())["step"] == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["E"]
-
-
-def test_a_folder_without_export_that_has_a_torz_json_is_refused(two_ranks, tmp_path):
-    for i, text in enumerate(["{}", '{"files": {}}', "mine", '{"run": "", "step": 1, "who": "policy"}']):
-        (tmp_path / f"{i}").mkdir()
-        (tmp_path / f"{i}" / EXPORT).write_text(text)
-        with pytest.raises(UserError, match="would replace .*torz.json"):
-            export(two_ranks[0], 4, tmp_path / f"{i}")
-        assert (tmp_path / f"{i}" / EXPORT).read_text() == text
+    assert [p.name for p in tmp_path.rglob("*")] == ["E", "late.txt"]
 
 
 def test_files_follow_the_umask(two_ranks, tmp_path):
@@ -335,41 +279,6 @@ def umask():
     return value
 
 
-def test_a_checkpoint_that_is_read_is_not_pruned(tmp_path):
-    """Another process reads it. Later, the next save removes it."""
-    one, two, three = marked(tmp_path, [1, 2, 3])
-    (process,), _ = start_ranks(1, holding, one, tmp_path / "held")
-    assert wait_until((tmp_path / "held").exists)
-    assert ckpt.prune(tmp_path, 1, "") == [] and ckpt.complete(tmp_path) == [one, three]
-    process.kill()
-    process.join()
-    assert ckpt.prune(tmp_path, 1, "") == [] and ckpt.complete(tmp_path) == [three]
-    with pytest.raises(UserError, match="step_000001 was removed by its run"), ckpt.hold(one):
-        pass
-
-
-def holding(folder, file):
-    with ckpt.hold(folder):
-        file.touch()
-        time.sleep(60)
-
-
-def test_exports_of_a_run_that_goes_on_have_its_checkpoints(base, tmp_path):
-    """With --keep 1 and a checkpoint after each step."""
-    cfg = dataclasses.replace(base, out=str(tmp_path / "run"), steps=12, save_every=1, keep=1, eval_every=0,
-                              lr_decay="constant")
-    (process,), _ = start_ranks(1, ranks.main, cfg)
-    done = []
-    while process.is_alive():
-        if ckpt.complete(tmp_path / "run"):
-            export(tmp_path / "run", "last", tmp_path / "E")
-            done.append(json.loads((tmp_path / "E" / EXPORT).read_text())["step"])
-    assert len(set(done)) > 2 and process.exitcode == 0
-    # The last save leaves a checkpoint that an export reads.
-    assert [p.name for p in ckpt.complete(tmp_path / "run")][-1] == "step_000012"
-    assert len(ckpt.complete(tmp_path / "run")) <= 2
-
-
 # --- auxiliary files
 
 
@@ -378,7 +287,7 @@ def test_a_metrics_file_that_cannot_be_read_is_one_warning_of_a_save(tmp_path):
     marked(tmp_path, [1, 2, 3])
     (tmp_path / "metrics.jsonl").mkdir()
     (said,) = run_ranks(1, saved_twice, tmp_path, "")
-    assert len(said) == 3 and all("no old checkpoint was removed: " in line for line in said), said
+    assert len(said) == 3 and all("an old checkpoint was not removed" in line for line in said), said
     assert [p.name for p in ckpt.complete(tmp_path)] == [f"step_00000{i}" for i in range(1, 6)]
 
 
@@ -505,31 +414,20 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
     assert len(ckpt.complete(tmp_path / "run")) == 1 and process.returncode == 128 + signal.SIGHUP
 
 
-def launched(folder, before: str) -> subprocess.Popen:
-    """Launches two small ranks, after the code `before`."""
-    (folder / "rank.py").write_text("import os, time\nprint(os.environ['MASTER_ADDR'], flush=True)\n"
-                                    "time.sleep(3)\nprint('end')\n")
-    (folder / "main.py").write_text("import ctypes, signal, sys, dist\nsys.argv = ['rank.py']\n"
-                                    f"{before}\nsys.exit(dist.launch(2))\n")
-    return forked(f"{folder}/main.py", cwd=folder, start_new_session=True)
-
-
-def test_the_launcher_goes_on_under_nohup(tmp_path):
-    process = launched(tmp_path, "signal.signal(signal.SIGHUP, signal.SIG_IGN)")
-    for _ in range(2):
-        process.stdout.readline()
+def test_the_launcher_goes_on_under_nohup_and_needs_no_name_of_its_host(tmp_path):
+    """Launches two small ranks. Only root can change the name of the host."""
+    (tmp_path / "rank.py").write_text("import os, sys, time\n"
+                                      "sys.stdout.write(os.environ['MASTER_ADDR'] + '\\n')\n"
+                                      "sys.stdout.flush()\ntime.sleep(3)\nsys.stdout.write('end\\n')\n")
+    rename = "libc = ctypes.CDLL(None)\nlibc.unshare(0x4000000)\nlibc.sethostname(b'node-x7', 7)"
+    (tmp_path / "main.py").write_text("import ctypes, signal, sys, dist\nsys.argv = ['rank.py']\n"
+                                      "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+                                      f"{rename if os.geteuid() == 0 else ''}\nsys.exit(dist.launch(2))\n")
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path, start_new_session=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["127.0.0.1\n"] * 2
     os.killpg(process.pid, signal.SIGHUP)
     said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and said == "end\nend\n"
-
-
-def test_the_launcher_needs_no_name_of_its_host(tmp_path):
-    if os.geteuid():
-        pytest.skip("another host name takes root")
-    process = launched(tmp_path, "libc = ctypes.CDLL(None)\nlibc.unshare(0x4000000)\n"
-                       "libc.sethostname(b'node-x7', 7)")
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and said.split() == ["127.0.0.1"] * 2 + ["end"] * 2
+    assert process.returncode == 0 and said.split() == ["end"] * 2
 
 
 @pytest.mark.parametrize("environment,words", [
@@ -646,12 +544,7 @@ def test_a_long_prompt_is_dropped_before_it_is_tokenized(tmp_path, monkeypatch):
 # --- one line for strange paths
 
 
-def test_a_line_break_or_nul_in_a_path_is_one_line(tmp_path):
+def test_a_line_break_in_a_path_is_one_line(tmp_path):
     done = subprocess.run([sys.executable, "reward.py", f"{tmp_path}/a\nb.jsonl"], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and r"a\nb" in done.stderr
-    with pytest.raises(UserError, match="a flag has a NUL character"):
-        configs.parse(["tiny-ppo", "--out", "a\0b"])
-    done = subprocess.run(f"{sys.executable} reward.py none.jsonl >&-", cwd=ROOT, shell=True,
-                          capture_output=True, text=True)
-    assert done.stderr.startswith("reward.py: no data file none.jsonl") and done.stderr.count("\n") == 1
