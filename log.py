@@ -10,10 +10,9 @@ import json
 import math
 import os
 import re
-import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,8 +35,8 @@ from grading.worker import REASONS
 from reward import repeated_ngrams
 
 NAN = float("nan")
-# The shapes (configs.misfit) of rows of metrics.jsonl and alarms.jsonl
-METRICS = {"step": int, str: float | int | None}
+# The shapes (configs.checked) of rows of metrics.jsonl and alarms.jsonl
+METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
 
 
@@ -48,7 +47,7 @@ class Meter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        # name -> a tensor: (1,) the sum; (2,) numerator and denominator of a mean; (3,) also sum of squares
+        # (name, i) -> the argument sums[i] of `add`, summed over all calls
         self.sums = defaultdict(float)
         self.peaks = {}  # name -> maximum
         self.variances = {}  # name -> variance, after `reduce`
@@ -66,50 +65,73 @@ class Meter:
         total, count            the metric is a mean, total / count; it is not logged if the counts sum to 0
         total, count, squares   also a variance, if `squares` is a sum of squares (see `variances`)
         """
-        self.sums[name] += torch.stack([self._double(x) for x in sums])
+        for i, x in enumerate(sums):
+            self.sums[name, i] += self._double(x)
 
     def add_values(self, name: str, x: Tensor) -> None:
         """Adds the values x (n,) to a metric with mean and variance."""
         x = self._double(x)
-        self.add(name, x.sum(), len(x), (x * x).sum())
+        squares = (x * x).sum()
+        self.add(name, x.sum(), len(x), squares)
 
     def add_max(self, name: str, x: Tensor | float) -> None:
         x = self._double(x)
-        self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
+        earlier = self.peaks.get(name, x)
+        self.peaks[name] = torch.maximum(earlier, x)
 
     def add_mean_and_max(self, name: str, x: Tensor) -> None:
         """Add the values x (n,), which must be 0 or more, to the metrics NAME/mean and NAME/max."""
-        self.add(f"{name}/mean", self._double(x).sum(), len(x))
-        self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
+        total = self._double(x).sum()
+        largest = x.max() if len(x) else 0.0
+        self.add(f"{name}/mean", total, len(x))
+        self.add_max(f"{name}/max", largest)
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
         """Returns a dict: name -> value, for all metrics, and fills `variances`. all_sum, all_max: functions
         that return the sum and the maximum of a tensor over the ranks."""
         metrics = {}
         if self.peaks:
-            peaks = dist.on_host(all_max(torch.stack(list(self.peaks.values()))))
-            metrics = dict(zip(self.peaks, peaks.tolist(), strict=True))
-        sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
-        sizes = [len(x) for x in self.sums.values()]
-        for name, x in zip(self.sums, sums.split(sizes), strict=True):
-            match x.tolist():
-                case [total]:
-                    metrics[name] = total
-                case [total, count, *squares] if count:
-                    metrics[name] = total / count
-                    if squares:
-                        variance = squares[0] / count - metrics[name] ** 2
-                        self.variances[name] = max(variance, 0.0)
+            own = torch.stack(list(self.peaks.values()))
+            peaks = dist.on_host(all_max(own)).tolist()
+            metrics = dict(zip(self.peaks, peaks, strict=True))
+        own = torch.stack(list(self.sums.values()))
+        sums = dist.on_host(all_sum(own)).tolist()
+        sums = dict(zip(self.sums, sums, strict=True))
+        for name, i in sums:
+            count = sums.get((name, 1), 1.0)  # 1.0: the metric is a sum
+            if i == 0 and count:
+                metrics[name] = sums[name, 0] / count
+            if i == 2 and count:
+                variance = sums[name, 2] / count - metrics[name] ** 2
+                self.variances[name] = max(variance, 0.0)
         return metrics
 
 
 # --- metrics of a step's samples
 
+REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
+
+
+def reflections(text: str) -> int:
+    """Returns how often the words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
+    text = text.lower()
+    return sum(map(text.count, REFLECTIONS))
+
+
+OF_SAMPLES = {  # metric, a mean over samples -> its value for one sample
+    "reward": lambda s: s.reward,
+    "score": lambda s: s.score,
+    "sample_len": lambda s: s.length,
+    "truncated": lambda s: not s.stopped,
+    "reflections": lambda s: reflections(s.policy_text),
+    "repetition": lambda s: repeated_ngrams(s.policy_text),
+}
+
 
 def measure_samples(
     meter: Meter,
     samples: Sequence[Sample],
-    parts: Iterable[str],
+    parts: Sequence[str],
     turns: bool = False,
     per_prompt: int = 0,
 ) -> None:
@@ -120,42 +142,29 @@ def measure_samples(
     turns: whether to add `turns` and `response_len/sampled` (true with --env)
     per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples. With
         --carry, a prompt may have fewer samples in the step"""
-    groups = group_by_prompt(samples)
-    whole = [group for group in groups if len(group) >= per_prompt]
-    meter.add_values("response_len", torch.tensor([len(s.ids) for s in samples]))
-    metrics = {
-        "reward": [s.reward for s in samples],
-        "score": [s.score for s in samples],
-        "pass@n": [any(s.right for s in group) for group in whole],
-        "uniform_groups": [len({s.score for s in group}) == 1 for group in whole],
-        "response_len/right": [len(s.ids) for s in samples if s.right],
-        "response_len/wrong": [len(s.ids) for s in samples if not s.right],
-        "sample_len": [s.length for s in samples],
-        "truncated": [not s.stopped for s in samples],
-        "reflections": [reflections(s.policy_text) for s in samples],
-        "repetition": [repeated_ngrams(s.policy_text) for s in samples],
-    }
+
+    def add(name, numbers):
+        meter.add(name, sum(numbers), len(numbers))
+
+    lengths = torch.tensor([len(s.ids) for s in samples])
+    meter.add_values("response_len", lengths)
+    for name, value in OF_SAMPLES.items():
+        add(name, [value(s) for s in samples])
+    whole = [group for group in group_by_prompt(samples) if len(group) >= per_prompt]
+    add("pass@n", [any(s.right for s in group) for group in whole])
+    add("uniform_groups", [len({s.score for s in group}) == 1 for group in whole])
+    add("response_len/right", [len(s.ids) for s in samples if s.right])
+    add("response_len/wrong", [len(s.ids) for s in samples if not s.right])
     if turns:
-        metrics["turns"] = [s.turns for s in samples]
-        metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
+        add("turns", [s.turns for s in samples])
+        add("response_len/sampled", [int(s.is_sampled.sum()) for s in samples])
     # A grader may be for one data set only. The mean is over the samples that it graded.
     for part in parts:
         own = [s for s in samples if part in s.entered]
-        metrics[f"reward/{part}"] = [s.entered[part] for s in own]
-        metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
+        add(f"reward/{part}", [s.entered[part] for s in own])
+        add(f"reward/{part}/failed", [part in s.failed for s in own])
     for reason in REASONS:
-        metrics[f"grade/{reason}"] = [s.reason == reason for s in samples]
-    for name, numbers in metrics.items():
-        meter.add(name, sum(numbers), len(numbers))
-
-
-REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
-
-
-def reflections(text: str) -> int:
-    """Returns how often the words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
-    text = text.lower()
-    return sum(text.count(word) for word in REFLECTIONS)
+        add(f"grade/{reason}", [s.reason == reason for s in samples])
 
 
 # --- the run's folder
@@ -187,26 +196,31 @@ class Logger(contextlib.AbstractContextManager):
         plan: Mapping[str, Mapping],
         own: bool = True,
     ) -> None:
-        self.out, self.cfg, self.main = out, cfg, main
+        self.out = out
+        self.cfg = cfg
+        self.main = main
         self.next_step = start
         if not main:
             return
+        first = start if own else 0
         config = dataclasses.asdict(cfg) | {"versions": versions}
         needed = "space and permission there, or another --out"
         with explained(f"can't write to {out}", needed, OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
-            unsent = 1 + max((row["step"] for row in read_metrics(out)), default=-1)
-            _set_aside(out / "metrics.jsonl", METRICS, start if own else 0)
-            _set_aside(out / "alarms.jsonl", ALARM, start if own else 0)
-        rows = read_metrics(out)
-        # Rows of training steps, for guard.alarms.
-        self.history = [row for row in rows if "reward" in row]
+            before = read_metrics(out)
+            _set_aside(out / "metrics.jsonl", METRICS, first)
+            _set_aside(out / "alarms.jsonl", ALARM, first)
+        self.history = []  # rows of training steps, for guard.alarms
+        for row in before:
+            if "reward" in row and row["step"] < first:
+                self.history.append(row)
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []
-        self.trackers = [Tracker(out, config, rows, unsent, self.alarm) for _ in cfg.track]
+        unsent = before[-1]["step"] + 1 if first and before else 0
+        self.trackers = [Tracker(out, config, unsent, self.alarm) for _ in cfg.track]
 
     def __exit__(self, error: type | None, *_) -> None:
         self.close(failed=error is not None)
@@ -217,15 +231,16 @@ class Logger(contextlib.AbstractContextManager):
             # OSError: the terminal was closed, or the disk of a log file is full.
             with contextlib.suppress(OSError):
                 tqdm.write(printable(text))
-                sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
         """Print `!! step N: {text}` and append it to alarms.jsonl. If `step` is None, N is the next step."""
         if self.main:
-            step = self.next_step if step is None else step
+            if step is None:
+                step = self.next_step
             self.say(f"!! step {step}: {text}")
             with contextlib.suppress(OSError):
-                _append(self.out / "alarms.jsonl", {"step": step, "text": text})
+                row = {"step": step, "text": text}
+                _append(self.out / "alarms.jsonl", row)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self.main:
@@ -276,11 +291,12 @@ class Logger(contextlib.AbstractContextManager):
         if kind == "samples":
             self.samples = rows
         path = self.out / kind / f"step_{step:06d}.jsonl"
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
             # UTF-8 can't encode a lone surrogate
-            path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                for row in rows:
+                    print(json.dumps(row, ensure_ascii=False), file=file)
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
@@ -290,7 +306,6 @@ class Logger(contextlib.AbstractContextManager):
             initial=done,
             desc=name,
             leave=False,
-            dynamic_ncols=True,
             disable=None if self.main else True,
         )
 
@@ -308,11 +323,14 @@ class Logger(contextlib.AbstractContextManager):
 
 
 def _lines(rows):
-    """Returns the rows as lines of JSON. NaN and infinity, which JSON lacks, become null."""
+    """Returns the rows as lines of JSON. Leaves out NaN and infinity, which JSON lacks."""
     lines = []
     for row in rows:
-        bad = {k: None for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-        lines.append(json.dumps(row | bad) + "\n")
+        finite = {}
+        for name, x in row.items():
+            if not isinstance(x, float) or math.isfinite(x):
+                finite[name] = x
+        lines.append(json.dumps(finite) + "\n")
     return "".join(lines)
 
 
@@ -320,11 +338,12 @@ def _set_aside(path, shape, start):
     """Moves the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError if
     a file can't be written."""
     rows = read_jsonl(path, shape)
+    earlier = [row for row in rows if row["step"] < start]
     later = [row for row in rows if row["step"] >= start]
     if later:
         with path.with_suffix(".old.jsonl").open("a") as file:
             file.write(_lines(later))
-    replace_text(path, _lines(row for row in rows if row["step"] < start))
+    replace_text(path, _lines(earlier))
 
 
 def _append(path, row):
@@ -338,11 +357,8 @@ def _append(path, row):
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
-    return [
-        {name: NAN if x is None else x for name, x in row.items()}
-        for row in read_jsonl(Path(run) / "metrics.jsonl", METRICS)
-    ]
+    """Returns the rows of metrics.jsonl in the folder `run`."""
+    return read_jsonl(Path(run) / "metrics.jsonl", METRICS)
 
 
 # --- trackers (--track)
@@ -354,8 +370,7 @@ class Tracker:
 
     For another service, change the methods `start`, `send` and `finish`.
 
-    rows: the run's rows of metrics.jsonl so far
-    unsent: first step without a row in metrics.jsonl before the run was resumed"""
+    unsent: first step without a row in metrics.jsonl before the run was resumed; 0 in a new run"""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
@@ -367,19 +382,17 @@ class Tracker:
     COLUMNS = "problem response gold reward advantage tokens reason".split()
     SAMPLES = 512  # largest number of samples to send for each step
 
-    def __init__(
-        self, out: Path, config: Mapping, rows: Sequence[Mapping], unsent: int, alarm: Say
-    ) -> None:
-        self.out, self.config, self.alarm = out, config, alarm
+    def __init__(self, out: Path, config: Mapping, unsent: int, alarm: Say) -> None:
+        self.out = out
+        self.config = config
+        self.alarm = alarm
         self.failed = False
         file = out / "wandb-id.txt"
-        known = if_there(Path.read_text, file) if rows else None
-        self.id = known or uuid.uuid4().hex  # a run that begins anew is another run at the service
+        known = if_there(Path.read_text, file) if unsent else None
+        self.id = known or uuid.uuid4().hex
         self.unsent = unsent if known else 0
         self._attempt(replace_text, file, self.id)
         self._attempt(self.start)
-        for row in rows:
-            self.step(row, [])
 
     def _attempt(self, action, *arguments):
         if self.failed:
@@ -420,9 +433,11 @@ class Tracker:
         values = dict(row)
         step = values.pop("step")
         if samples:
-            table = wandb.Table(["step", *self.COLUMNS], allow_mixed_types=True)
+            columns = ["step", *self.COLUMNS]
+            table = wandb.Table(columns, allow_mixed_types=True)
             for sample in samples[: self.SAMPLES]:
-                table.add_data(step, *map(sample.get, self.COLUMNS))
+                cells = map(sample.get, self.COLUMNS)
+                table.add_data(step, *cells)
             values["samples"] = table
         self.run.log(values, step=step, commit=True)  # commit=True sends the row now
 
