@@ -5,27 +5,28 @@ A checkpoint is the folder `ckpt/step_000020/` of a run:
     shard-00000.safetensors   one file per rank: the rank's slices of all tensors, in DCP's format
     carried-00000.json        with --carry, one file per rank: responses that no step has trained on yet
     state.json                number of finished steps, config, hashes of what the run reads, versions
-    COMPLETE                  size and CRC-32 of every other file; without it, the checkpoint is ignored
+    COMPLETE                  CRC-32 of every other file; without it, the checkpoint is ignored
 
 DCP (torch.distributed.checkpoint) loads the shards on any number of ranks. No random state is saved, because
 every random choice is a function of (seed, step).
 
-A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints, unless a process
-reads them (see `hold`). An export replaces only an earlier export.
+A complete checkpoint is never overwritten, and only `prune` deletes complete checkpoints. An export removes
+nothing: an earlier export gets another name.
+
+Checkpoints and exports are written to a hidden folder beside their place, which is then renamed.
 
 Usage:
 
     python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
     python ckpt.py export RUN best OUT       # the policy of the best checkpoint (--keep_best)
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
-    python ckpt.py verify RUN                # compare every file with its checksum
 
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
-import errno
 import fcntl
 import fnmatch
+import itertools
 import json
 import os
 import re
@@ -35,10 +36,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from math import inf
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import configs  # noqa: F401 (first, because it says what to type if no package is installed)
@@ -51,6 +51,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
@@ -62,11 +63,13 @@ from configs import (
     UserError,
     exists,
     explained,
+    flock,
     follow_umask,
     if_there,
     names_in,
     read_json,
     require,
+    shorten,
     show,
     user_errors,
 )
@@ -86,20 +89,6 @@ STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's fol
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
-Files = Mapping[
-    str, Mapping[str, Any]
-]  # name of a file -> {"bytes": its size, "crc32": its checksum}
-# The shapes (configs.misfit) of COMPLETE, state.json and an export's MARKER
-MARK = {str: {"bytes": int, "crc32": str}}
-STATE = {
-    "step": int,
-    "models": list,
-    "prompt": str,
-    "read": dict,
-    "noted": dict,
-    "config": dict.fromkeys("model template date resume start_from".split(), str),
-}
-EXPORT = {"run": str, "step": int, "who": str, "files": MARK}
 
 
 def _is_main():
@@ -121,36 +110,40 @@ class StagingBuffer:
     @torch.no_grad()
     def update(self) -> None:
         """Copies the current weights and optimizer states. All ranks must call this method together."""
-        live = {
-            f"{who}.{name}": tensor
-            for who, (model, optimizer) in self.models.items()
-            for name, tensor in dist.tensors_of(model, optimizer).items()
-        }
+        live = {}
+        for who, (model, optimizer) in self.models.items():
+            for name, tensor in dist.tensors_of(model, optimizer).items():
+                live[f"{who}.{name}"] = tensor
         local = {key: dist.local(x) for key, x in live.items()}
-        if (
-            self.slices.keys() != local.keys()
-        ):  # at the first save, or if the optimizer has new state
-            # Copies from a GPU to memory that is not pinned are several times slower.
-            self.slices = {
-                key: torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-                for key, x in local.items()
-            }
+        # True at the first save, and if the optimizer has new state.
+        if self.slices.keys() != local.keys():
+            for key, x in local.items():
+                # Copies from a GPU to memory that is not pinned are several times slower.
+                self.slices[key] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
             self.offsets = owned_offsets(live)
-        torch._foreach_copy_(list(self.slices.values()), list(local.values()), non_blocking=True)
+        copies = list(self.slices.values())
+        torch._foreach_copy_(copies, list(local.values()), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def not_finite(self) -> str:
-        """Returns the name of a tensor with NaN or infinity on this rank, or "" if there is none."""
-        # One NaN or infinity makes the sum not finite. Testing each number with torch.isfinite is slower.
-        return next((key for key in self.offsets if not self.slices[key].sum().isfinite()), "")
+    def check_finite(self) -> None:
+        """Raises UserError if this rank has NaN or infinity."""
+        for key in self.offsets:
+            # One NaN or infinity makes the sum not finite. Testing each number is slower.
+            if not self.slices[key].sum().isfinite():
+                raise UserError(f"{key} is not finite")
 
     def write(self, file: Path) -> None:
         """Writes this rank's slices to `file` in DCP's format. DCP's own writer is not used: it would hold
         the GIL, and so block the training thread."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
-        info = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-        save_file({key: self.slices[key] for key in self.offsets}, file, info)
+        info = {
+            "DCP_SHARDING_INFO": json.dumps(offsets),
+            "DCP_VERSION": "1.0",
+            "format": "pt",
+        }
+        owned = {key: self.slices[key] for key in self.offsets}
+        save_file(owned, file, info)
         follow_umask(file)
         _sync(file)
 
@@ -158,14 +151,14 @@ class StagingBuffer:
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Returns a dict with the slices that this rank writes: name of a tensor -> offset of the slice in the
     whole tensor. If several ranks hold the same slice (--shard_ranks), only the lowest rank writes it."""
-    items = create_default_local_save_plan(dict(tensors), is_coordinator=True).items
-    mine = {item.index.fqn: list(item.tensor_data.chunk.offsets) for item in items}
-    lower_ranks = dist.gather(mine)[: td.get_rank()]
-    return {
-        key: offset
-        for key, offset in mine.items()
-        if all(other.get(key) != offset for other in lower_ranks)
-    }
+    plan = create_default_local_save_plan(dict(tensors), is_coordinator=True)
+    plans = dedup_save_plans(dist.gather(plan), save_to_lowest_rank=True)
+    mine = plans[td.get_rank()]
+    offsets = {}
+    for item in mine.items:
+        chunk = item.tensor_data.chunk
+        offsets[item.index.fqn] = list(chunk.offsets)
+    return offsets
 
 
 def crc32(file: Path) -> str:
@@ -177,7 +170,8 @@ def crc32(file: Path) -> str:
 
 
 def _describe(*files):
-    return {file.name: {"bytes": file.stat().st_size, "crc32": crc32(file)} for file in files}
+    """Returns a dict: name of the file -> its CRC-32."""
+    return {file.name: crc32(file) for file in files}
 
 
 def _sync(*paths):
@@ -189,16 +183,14 @@ def _sync(*paths):
 
 # --- trajectories that the next step continues
 
-ARRAYS = {
-    "ids": np.int32,
-    "logp": np.float32,
-    "sampled": bool,
-    "versions": np.int32,
-}  # fields of Sample
+TUPLES = ("prompt", "failed", "earlier")  # fields of Sample that JSON has as lists
+ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
-    file.write_text(json.dumps([vars(s) for s in samples], default=np.ndarray.tolist))
+    rows = [vars(s) for s in samples]
+    text = json.dumps({"samples": rows}, default=np.ndarray.tolist)
+    file.write_text(text)
     _sync(file)
 
 
@@ -207,17 +199,19 @@ def read_carried(folder: Path) -> list[Sample]:
     a prompt with the response so far. With --carry, a step leaves some trajectories for the next step."""
     found = []
     for name in names_in(folder):
-        rows = read_json(folder / name, [dict]) if name.startswith("carried-") else []
-        with explained(f"{folder / name} has wrong content", "an intact copy of it"):
-            for row in rows:
-                row |= {key: tuple(row[key]) for key in ("prompt", "failed", "earlier")}
-                row |= {
-                    key: np.array(row[key], kind)
-                    for key, kind in ARRAYS.items()
-                    if row[key] is not None
-                }
-                found.append(Sample(**row))
-    return sorted(found, key=lambda s: s.key)
+        if name.startswith("carried-"):
+            carried = read_json(folder / name, {"samples": list})
+            found += map(_sample, carried["samples"])
+    return sorted(found, key=lambda sample: sample.key)
+
+
+def _sample(row):
+    for key in TUPLES:
+        row[key] = tuple(row[key])
+    for key, kind in ARRAYS.items():
+        if row[key] is not None:
+            row[key] = np.array(row[key], kind)
+    return Sample(**row)
 
 
 # --- saving
@@ -230,7 +224,6 @@ class Saver:
     saved: the newest checkpoint in `out` was saved after this number of steps; 0 in a new run. `save` skips
         a checkpoint with this number. None: the first call of `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails
-    check: called before rank 0 publishes or deletes a checkpoint; ends a run that has lost its folder's lock
     """
 
     def __init__(
@@ -241,9 +234,11 @@ class Saver:
         facts: Facts,
         saved: int | None,
         warn: Say,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.out, self.cfg, self.saved, self.warn, self.check = out, cfg, saved, warn, check
+        self.out = out
+        self.cfg = cfg
+        self.saved = saved
+        self.warn = warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
         # with the collectives of training.
@@ -254,7 +249,7 @@ class Saver:
         self.failed = False
         if _is_main():  # clean up after a run that was killed
             _attempt(remove_unfinished, out / "ckpt", STEP.pattern)
-            self._prune(saved or 0)
+            self._prune()
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
@@ -268,27 +263,29 @@ class Saver:
         self.buffer.update()
         # A process from before a restart may still write this checkpoint, so its folder gets a random name.
         token = dist.gather(secrets.token_hex(8))[0]
-        temp = unfinished(step_folder(self.out, step), token)
+        final = step_folder(self.out, step)
+        temp = unfinished(final, token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
 
     def finish(self) -> None:
         """Waits until the last save has ended. Raises UserError, the same on every rank, if two saves in a
-        row failed or a tensor is not finite."""
+        row failed."""
         if self.in_flight:
             self.in_flight.result()
 
     def _complete(self, step, temp, carried):
         """Writes this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
         A single failed save is only a warning; `finish` says what raises UserError."""
-        bad = max(dist.gather(self.buffer.not_finite(), self.group))
-        error, files = (f"{bad} is not finite", {}) if bad else _attempt(self._write, temp, carried)
+        error, files = _attempt(self._write, temp, carried)
         every = dist.gather((error, files), self.group)
-        error = dist.gather(self._publish(step, temp, every) if _is_main() else "", self.group)[0]
-        require(not bad, error, "a new run (another --out) with smaller learning rates")
+        error = ""
+        if _is_main():
+            error = self._publish(step, temp, every)
+        error = dist.gather(error, self.group)[0]
         require(
             not error or not self.failed,
             f"two saves in a row failed, the last one with: {error}",
-            f"space and permission to write to {self.out}",
+            f"finite numbers, and space and permission to write to {self.out}",
         )
         self.failed = error != ""
         if error:
@@ -297,6 +294,7 @@ class Saver:
             self.saved = step
 
     def _write(self, temp, carried):
+        self.buffer.check_finite()
         temp.mkdir(parents=True, exist_ok=True)
         files = [temp / f"shard-{td.get_rank():05d}.safetensors"]
         self.buffer.write(files[0])
@@ -306,24 +304,23 @@ class Saver:
         return _describe(*files)
 
     def _publish(self, step, temp, every):
-        self.check()
         error = max(error for error, _ in every)
         if not error:
-            files = {name: entry for _, of_rank in every for name, entry in of_rank.items()}
-            facts = self.facts | {"step": step}
-            error, _ = _attempt(publish, temp, step_folder(self.out, step), facts, files)
-        if error:
-            shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
-            _, found = _attempt(complete, self.out)
-            last = found[-1].name if found else "none"
-            return f"the checkpoint after {step} steps was not saved: {error}; the last complete one: {last}"
-        self._prune(step)
-        return ""
+            files = {}
+            for _, of_rank in every:
+                files |= of_rank
+            final = step_folder(self.out, step)
+            error, _ = _attempt(publish, temp, final, self.facts | {"step": step}, files)
+        if not error:
+            self._prune()
+            return ""
+        shutil.rmtree(temp, ignore_errors=True)  # makes room, because the disk may be full
+        return f"the checkpoint after {step} steps was not saved: {error}"
 
-    def _prune(self, step):
-        error, warnings = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best, step)
-        for warning in [f"no old checkpoint was removed: {error}"] if error else warnings:
-            self.warn(warning)
+    def _prune(self):
+        error, _ = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best)
+        if error:
+            self.warn(f"an old checkpoint was not removed, or ckpt/best not made: {error}")
 
 
 def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
@@ -333,7 +330,9 @@ def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
     try:
         return "", work(*args)
     except (OSError, SafetensorError, UserError) as e:
-        return (str(e).strip() or type(e).__name__).splitlines()[0].partition("; needed: ")[0], None
+        text = shorten(str(e), 300) or type(e).__name__
+        found, _, _ = text.partition("; needed: ")
+        return found, None
 
 
 def unfinished(final: Path, token: str) -> Path:
@@ -342,102 +341,66 @@ def unfinished(final: Path, token: str) -> Path:
     return final.with_name(f".{final.name}.{token}.part")
 
 
-def left_behind(folder: Path, name: str, ending: str) -> list[Path]:
-    """Returns the hidden folders in `folder` (see `unfinished`) that have an ending: "part" or "old".
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Deletes the hidden folders in `folder` (see `unfinished`) that killed processes left.
 
     name: a regular expression for the names of the finished folders"""
-    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.{ending}"
-    return [folder / found for found in names_in(folder) if re.fullmatch(pattern, found)]
+    pattern = rf"\.{name}\.[0-9a-f]{{16}}\.part"
+    for found in names_in(folder):
+        if re.fullmatch(pattern, found):
+            shutil.rmtree(folder / found, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path, name: str) -> None:
-    """Delete the unfinished folders that killed processes left. folder, name: see `left_behind`"""
-    for path in left_behind(folder, name, "part"):
-        with suppress(OSError, UserError), _locked(path, fcntl.LOCK_EX):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path, kind: int) -> Iterator[None]:
-    """Context manager that holds an flock of a file or folder. The lock ends with the process. Raises
-    FileNotFoundError if there is no such file, and BlockingIOError if another process has a lock that
-    excludes it. A file system without such locks excludes nothing."""
-    file = if_there(partial(os.open, flags=os.O_RDONLY), path)
-    if file is None:
-        raise FileNotFoundError(path)
-    try:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:
-            pass
-        yield
-    finally:
-        os.close(file)
-
-
-def publish(temp: Path, final: Path, facts: Facts, files: Files) -> None:
+def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> None:
     """Writes state.json and COMPLETE into the folder `temp`, and renames it to `final`, the checkpoint's
     path. To upload checkpoints, add the upload at the end of this function.
 
     facts: content of state.json
-    files: the other files in `temp`
+    files: name of each other file in `temp` -> its CRC-32
 
-    Raises OSError if a file is missing or has another size than in `files`, or if `final` is a complete
+    Raises OSError if a file is missing, as on a disk that ranks do not share, or if `final` is a complete
     checkpoint."""
+    for name in files:
+        os.stat(temp / name)
     state = temp / "state.json"
+    mark = temp / "COMPLETE"
     state.write_text(json.dumps(facts))
-    files = {**files, **_describe(state)}
-    cut = [name for name, entry in files.items() if (temp / name).stat().st_size != entry["bytes"]]
-    if cut:
-        raise OSError(f"{cut[0]} was not written completely")
+    mark.write_text(json.dumps({**files, **_describe(state)}))
     if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
-    (temp / "COMPLETE").write_text(json.dumps(files))
-    _sync(state, temp / "COMPLETE", temp)
+    _sync(state, mark, temp)
     temp.rename(final)  # fails if `final` exists and is not an empty folder
     _sync(final.parent)
 
 
-def prune(out: Path, keep: int, keep_best: str, last: float = inf) -> list[str]:
+def prune(out: Path, keep: int, keep_best: str) -> None:
     """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
-    newest `keep` checkpoints, the best checkpoint, and symbolic links. Checkpoints after step `last` are not
-    the run's own: they stay, and do not count. Returns error messages, one line each."""
-    found = [p for p in complete(out) if int(p.name[5:]) <= last]
-    best, link = best_of(out, found, keep_best), out / "ckpt" / "best"
-    if keep_best and not best and link.is_symlink():  # no metric to compare: keep the old best
-        best = link.with_name(Path(os.readlink(link)).name)
-    old = [p for p in found[:-keep] if p != best and not p.is_symlink()]
-    errors = {f"the old checkpoint {p} can't be removed": _attempt(_remove, p)[0] for p in old}
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Raises OSError if one of these can't
+    be done."""
+    found = complete(out)
+    best = best_of(out, found, keep_best)
+    for old in found[:-keep]:
+        if old != best and not old.is_symlink():
+            _remove(old)
     if best:
-        errors["ckpt/best can't be made"] = _attempt(_link_best, link, best.name)[0]
-    return [f"{what} ({error})" for what, error in errors.items() if error]
+        link = out / "ckpt" / "best"
+        if link.is_symlink():
+            link.unlink()
+        link.symlink_to(best.name)
 
 
 def _remove(folder):
     """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. Deletes
     COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
     and OSError is raised."""
-    mark = folder / "COMPLETE"
-    if exists(mark):
-        with suppress(BlockingIOError), _locked(mark, fcntl.LOCK_EX):
-            mark.unlink()
-        if exists(mark):
-            return
-    _remove_files(folder, filter(OURS.fullmatch, names_in(folder)))
-
-
-def _remove_files(folder, names):
-    for name in names:
+    if exists(folder / "COMPLETE"):
+        with open(folder / "COMPLETE") as mark:
+            if not flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+                return
+            os.unlink(mark.name)
+    for name in filter(OURS.fullmatch, names_in(folder)):
         (folder / name).unlink()
     folder.rmdir()
-
-
-def _link_best(link, name):
-    if link.is_symlink():
-        link.unlink()
-    link.symlink_to(name)
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
@@ -446,14 +409,18 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     step is best.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
-    scores, names = {}, []
+    pattern = "eval/*/avg@*" if metric == "auto" else metric
+    scores = {}
+    names = []
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
-        found = fnmatch.filter(row, "eval/*/avg@*" if metric == "auto" else metric)
+        found = fnmatch.filter(row, pattern)
         if found and found != names:
-            scores, names = {}, found
+            names = found
+            scores.clear()
         if found and folder in folders:
-            scores[folder] = sum(row[name] for name in found) / len(found), row["step"]
+            mean = fmean(row[name] for name in found)
+            scores[folder] = (mean, row["step"])
     return max(scores, key=scores.get, default=None)
 
 
@@ -466,58 +433,45 @@ def step_folder(out: Path, step: int) -> Path:
 
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
-    found = [out / "ckpt" / name for name in names_in(out / "ckpt") if STEP.fullmatch(name)]
-    return sorted((p for p in found if exists(p / "COMPLETE")), key=lambda p: (len(p.name), p.name))
+    names = filter(STEP.fullmatch, names_in(out / "ckpt"))
+    steps = [int(name[5:]) for name in names]
+    folders = [step_folder(out, step) for step in sorted(steps)]
+    return [folder for folder in folders if exists(folder / "COMPLETE")]
 
 
 @contextmanager
 def hold(folder: Path | None) -> Iterator[None]:
-    """Context manager: inside it, no run removes the checkpoint `folder`. Raises UserError if it is gone."""
+    """Context manager: inside it, no run deletes the checkpoint `folder`. Raises UserError if it is gone."""
     if folder is None:
         yield
         return
-    with ExitStack() as stack:
-        with explained(f"{folder} was removed by its run", "a newer checkpoint", OSError):
-            stack.enter_context(_locked(folder / "COMPLETE", fcntl.LOCK_SH))
-            os.stat(folder / "COMPLETE")
+    needed = "a newer checkpoint"
+    with explained(f"{folder} was deleted by its run", needed, OSError):
+        mark = open(folder / "COMPLETE")
+    with mark:
+        flock(mark.fileno(), fcntl.LOCK_SH)
+        require(exists(folder / "COMPLETE"), f"{folder} was deleted by its run", needed)
         yield
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns a text about a file that has changed since it was saved, or can't be read; "" if there is no
     such file. To share the work, each rank checks only every `ranks`-th file."""
-    error, mark = _attempt(read_json, folder / "COMPLETE", MARK)
+    error, mark = _attempt(read_json, folder / "COMPLETE")
     if error:
         return error
-    # A resumed run reads all these files. If COMPLETE does not list such a file, it was added after the save,
-    # so it counts as changed.
-    foreign = [
-        name
-        for name in names_in(folder)
-        if name.endswith(".safetensors") or name.startswith("carried-")
-    ]
-    entries = dict.fromkeys(["state.json", *foreign]) | mark
-    for name, entry in sorted(entries.items())[rank::ranks]:
+    names = {"state.json", *mark}
+    for name in names_in(folder):
+        # A resumed run reads these files. If COMPLETE does not list such a file, it was added after the save.
+        if name.startswith("carried-") or name.endswith(".safetensors"):
+            names.add(name)
+    for name in sorted(names)[rank::ranks]:
         error, found = _attempt(if_there, _describe, folder / name)
-        if error or found != {name: entry}:
-            return (
-                error
-                or f"{folder / name} is damaged: it has changed since it was saved, or is gone"
-            )
+        if error:
+            return error
+        if found != {name: mark.get(name)}:
+            return f"{folder / name} is damaged: it has changed since it was saved, or is gone"
     return ""
-
-
-def verify(run: Path) -> None:
-    """Prints whether each checkpoint of a run is intact. Raises UserError if a checkpoint is damaged."""
-    folders, bad = complete(run), []
-    require(
-        folders != [], f"{run} has no checkpoint", "the folder of a run that has saved a checkpoint"
-    )
-    for folder in folders:
-        wrong = damaged(folder)
-        show(wrong or f"{folder}: intact")
-        bad += [folder.name] if wrong else []
-    require(not bad, f"damaged: {', '.join(bad)}", "another checkpoint, or an intact copy")
 
 
 # --- resuming
@@ -533,18 +487,15 @@ def find(out: Path, resume: str) -> Path | None:
     *older, newest = complete(out) or [None]
     if resume in ("auto", "never"):
         return newest
-    try:
-        path = named(resume)
-    except UserError:
-        if newest:  # the checkpoint that this run began from is gone
-            return newest
-        raise
+    if not newest:
+        return named(resume)
+    _, path = _attempt(named, resume)  # None: the checkpoint that this run began from is gone
     require(
         path not in [p.resolve() for p in older],
         f"--resume {resume} is older than the newest checkpoint, {newest}",
         "another --out, so that the newer checkpoints stay",
     )
-    return newest or path
+    return newest
 
 
 def named(name: str) -> Path:
@@ -558,26 +509,27 @@ def named(name: str) -> Path:
     path = Path(name)
     of_run = path.parent / "ckpt"
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
-    found = next((p for p in places if exists(p / "COMPLETE")), None)
-    there = ", ".join(p.name for p in complete(path.parent))
-    require(
-        found is not None,
-        f"{name} is no complete checkpoint",
-        f"one of {there}"
-        if there
-        else "a run's folder, or its ckpt/step_NNNNNN with COMPLETE; a model or an export follows --model",
-    )
-    return found.resolve()
+    for place in places:
+        if exists(place / "COMPLETE"):
+            return place.resolve()
+    needed = "a run's folder, RUN/STEP or RUN/best; a model or an export follows --model"
+    there = complete(path.parent)
+    if there:
+        needed = f"one of {', '.join(p.name for p in there)}"
+    raise UserError(f"{name} is no complete checkpoint; needed: {needed}")
 
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
     of the checkpoint is damaged, or if the checkpoint has the name of another step."""
-    here = (td.get_rank(), td.get_world_size()) if td.is_initialized() else (0, 1)
-    bad = min(filter(None, dist.gather(damaged(folder, *here))), default="")
-    require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
-    state = read_json(folder / "state.json", STATE)
-    own = step_folder(Path(), state["step"]).name
+    share = ()
+    if td.is_initialized():
+        share = (td.get_rank(), td.get_world_size())
+    bad = max(dist.gather(damaged(folder, *share)))
+    needed = f"an older checkpoint (move {folder} away and type the same command)"
+    require(not bad, bad, needed)
+    state = read_json(folder / "state.json", {"step": int})
+    own = step_folder(folder.parent.parent, state["step"]).name
     require(
         folder.name == own or not STEP.fullmatch(folder.name),
         f"{folder} is the checkpoint after {state['step']} steps",
@@ -621,7 +573,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     weights. A critic that the checkpoint lacks is not changed. Returns a line for the log.
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
-    saved, filled = read_state(path), []
+    saved = read_state(path)
+    filled = []
     read = {
         name: fact
         for name, fact in facts["read"].items()
@@ -644,7 +597,9 @@ def _fill(path, who, model, optimizer):
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
-            p.grad = torch.zeros_like(p) if f"{who}.{name}" in with_state else None
+            p.grad = None
+            if f"{who}.{name}" in with_state:
+                p.grad = torch.zeros_like(p)
         optimizer.step()
         optimizer.zero_grad()
     dist.load_files({who: dist.tensors_of(model, optimizer)}, path)
@@ -653,90 +608,29 @@ def _fill(path, who, model, optimizer):
 # --- Hugging Face
 
 
-def check_export_path(out: Path) -> str:
-    """Returns a text about the earlier export that an export to `out` replaces, or "". Raises UserError
-    unless `out` is a new path, an empty folder, or a folder with only the files of an earlier export."""
-    _tidy(out)
-    for folder in (out, *out.parents):
-        is_checkpoint = folder.parent.name == "ckpt" and STEP.fullmatch(folder.name)
-        require(
-            not is_checkpoint and not exists(folder / "COMPLETE"),
-            f"{out} is inside a checkpoint",
-            "a path outside of it",
-        )
-    if if_there(os.lstat, out) is None:
-        return ""
-    others, earlier = ["it"], {}
-    while out.is_dir() and not out.is_symlink():
-        error, earlier = _attempt(read_json, out / MARKER, EXPORT)
-        others = [error] if error else _foreign(out, earlier.get("files", {}))
-        # If the file has changed, another export has replaced the folder meanwhile.
-        if not others or _attempt(read_json, out / MARKER, EXPORT)[1] == earlier:
-            break
-    require(
-        not others,
-        f"{out} exists, and an export would replace {', '.join(others)}",
-        "a new path, an empty folder, or an earlier export without new or changed "
-        "files (move such files out)",
-    )
-    return "the {who} after {step} steps of {run}".format(**earlier) if earlier else ""
-
-
-def _foreign(out, files, at=""):
-    """Returns the paths of what is in the folder out/at and is not the export's: files that are not in
-    `files` (see EXPORT) or have changed, links, and folders without files of the export."""
-    others = []
-    for name in names_in(out / at):
-        path = out / at / name
-        where = f"{at}{name}"
-        if (
-            path.is_dir()
-            and not path.is_symlink()
-            and any(known.startswith(f"{where}/") for known in files)
-        ):
-            others += _foreign(out, files, f"{where}/")
-        elif path.is_symlink() or not path.is_file():
-            others.append(where)
-        elif where != MARKER and if_there(_describe, path) != {name: files.get(where)}:
-            others.append(where)
-    return others
-
-
-def _tidy(out):
-    """Puts the earlier export back if an export was killed while it replaced it. Deletes what killed exports
-    left."""
-    replaced = left_behind(out.parent, re.escape(out.name), "old")
-    if replaced and if_there(os.lstat, out) is None:
-        with suppress(OSError):
-            replaced[0].rename(out)
-    else:
-        for folder in replaced:
-            _attempt(_remove_export, folder)
-    remove_unfinished(out.parent, re.escape(out.name))
-
-
-def _remove_export(folder):
-    files = read_json(folder / MARKER, EXPORT).get("files", {})
-    folders = {Path(name).parent for name in files} - {Path()}
-    for name in files:
-        (folder / name).unlink(missing_ok=True)
-    for path in sorted(folders, reverse=True):
-        (folder / path).rmdir()
-    _remove_files(folder, names_in(folder) and [MARKER])
+def check_export_path(out: Path) -> None:
+    """Raises UserError unless `out` is a new path, an empty folder, or an earlier export. It must not be in a
+    checkpoint."""
+    is_inside = any(exists(folder / "COMPLETE") for folder in (out, *out.parents))
+    require(not is_inside, f"{out} is inside a checkpoint", "a path outside of it")
+    is_new = if_there(os.lstat, out) is None
+    is_empty = out.is_dir() and not names_in(out)
+    is_export = not out.is_symlink() and exists(out / MARKER)
+    needed = "a new path, an empty folder, or an earlier export"
+    require(is_new or is_empty or is_export, f"{out} exists", needed)
 
 
 def export_hf(
     weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path, facts: Facts
-) -> str:
-    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function. Returns
-    the result of `check_export_path` on rank 0, else "".
+) -> None:
+    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function.
 
     source: folder of the base model
     facts: the result of `marker`
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     main = _is_main()
-    dist.together(lambda: main and check_export_path(out))
+    dist.together(lambda: check_export_path(out) if main else None)
     state = {}
     for name, tensor in weights:
         if main:
@@ -744,69 +638,61 @@ def export_hf(
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
     def write():
-        temp = unfinished(out, secrets.token_hex(8))
-        error, replaced = _attempt(_write_export, temp, out, state, model, tokenizer, source, facts)
+        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
+        remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
+        needed = f"space and permission there, and then {remedy}"
+        require(not error, f"{out} can't be written ({error})", needed)
+
+    dist.together(lambda: write() if main else None)
+
+
+def _write_export(out, state, model, tokenizer, source, facts):
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out.parent, os.O_RDONLY)
+    flock(lock, fcntl.LOCK_EX)  # other exports to this place wait
+    temp = unfinished(out, secrets.token_hex(8))
+    try:
+        remove_unfinished(out.parent, re.escape(out.name))
+        temp.mkdir()
+        save_torch_state_dict(state, temp)
+        _save_config(temp, model, tokenizer, source, facts)
+        _sync(*temp.rglob("*"), temp)
+        check_export_path(out)
+        if exists(out / MARKER):
+            out.rename(_free(out))
+        temp.rename(out)
+        _sync(out.parent)
+    finally:
         shutil.rmtree(temp, ignore_errors=True)
-        require(
-            not error,
-            f"{out} can't be written ({error})",
-            "space and permission there, and then the "
-            "same command, or ckpt.py export (the checkpoints are intact)",
-        )
-        return replaced
-
-    return dist.together(write if main else str)
+        os.close(lock)
 
 
-def _write_export(temp, out, state, model, tokenizer, source, facts):
+def _free(out):
+    """Returns a path for an earlier export at `out`: OUT.1, or with the next free number."""
+    for i in itertools.count(1):
+        path = out.with_name(f"{out.name}.{i}")
+        if if_there(os.lstat, path) is None:
+            return path
+
+
+def _save_config(folder, model, tokenizer, source, facts):
+    """Writes the files of an export that are not weights."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if isinstance(model, Critic):
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
-    new = temp.with_suffix(".new")
-    new.mkdir(parents=True)
-    with _locked(new, fcntl.LOCK_EX):  # so that another export to `out` does not remove the folder
-        new.rename(temp)
-        save_torch_state_dict(state, temp)
-        config.save_pretrained(temp)
-        tokenizer.save_pretrained(temp)
-        template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
-        if template:
-            (temp / "chat_template.jinja").write_text(template, encoding="utf-8")
-        if exists(Path(source) / "generation_config.json"):
-            shutil.copyfile(
-                Path(source) / "generation_config.json", temp / "generation_config.json"
-            )
-        files = [path for path in temp.rglob("*") if path.is_file()]
-        entries = {path.relative_to(temp).as_posix(): _describe(path)[path.name] for path in files}
-        (temp / MARKER).write_text(json.dumps(facts | {"files": entries}, indent=1))
-        for path in files:
-            follow_umask(path)
-        _sync(*temp.rglob("*"), temp)
-        replaced = check_export_path(out)
-        _replace(temp, out)
-    return replaced
-
-
-def _replace(temp, out):
-    """Gives the folder `temp` the name `out`. An earlier export there first gets another name, and is deleted
-    at the end. If the process is killed in between, `_tidy` puts it back."""
-    old = []
-    while True:
-        try:
-            temp.rename(out)  # fails if `out` is a folder that is not empty
-            break
-        except OSError as e:
-            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        # A new name in each round, because another export may take the place between two renames.
-        old.append(unfinished(out, secrets.token_hex(8)).with_suffix(".old"))
-        with suppress(FileNotFoundError):
-            out.rename(old[-1])
-    _sync(out.parent)
-    for folder in filter(Path.is_dir, old):
-        _attempt(_remove_export, folder)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
+    if template:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    generation = Path(source) / "generation_config.json"
+    if exists(generation):
+        shutil.copyfile(generation, folder / generation.name)
+    (folder / MARKER).write_text(json.dumps(facts, indent=1))
+    for file in folder.glob("*.safetensors"):
+        follow_umask(file)
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -842,42 +728,36 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
     path = named(str(run) if step == "last" else f"{run}/{step}")
     with hold(path):
         saved = read_state(path)
-        require(
-            who in saved["models"], f"{path} has no {who}", f"one of {', '.join(saved['models'])}"
-        )
-        source = base or source_of(who, saved["config"])
-        tokenizer = load_tokenizer(base or saved["config"]["model"])
-        fix_date(tokenizer, saved["config"]["date"])
+        config = saved["config"]
+        models = ", ".join(saved["models"])
+        require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
+        source = base or source_of(who, config)
+        tokenizer = load_tokenizer(base or config["model"])
+        fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
+        kind = Critic if who == "critic" else Policy
         with torch.device("meta"):
-            model = (Critic if who == "critic" else Policy)(load_config(source))
-        weights = {
-            name: torch.empty(p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()
-        }
+            model = kind(load_config(source))
+        weights = {}
+        for name, p in model.named_parameters():
+            weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
         dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    replaced = export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(
-        f"{out}: the {who} after {saved['step']} steps"
-        + (f", in place of {replaced}" if replaced else "")
-    )
+    export_hf(weights.items(), model, tokenizer, source, out, facts)
+    show(f"{out}: the {who} after {saved['step']} steps")
 
 
 def main(argv: list[str]) -> None:
-    words, base = (argv[:-2], argv[-1]) if argv[-2:-1] == ["--model"] else (argv, "")
-    match words:
-        case [] | ["-h" | "--help"]:
-            print(__doc__)
-        case ["verify", run]:
-            verify(Path(run))
+    base = ""
+    if argv[-2:-1] == ["--model"]:
+        *argv, _, base = argv
+    match argv:
         case ["export", run, step, out, *who] if len(who) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
         case _:
-            raise UserError(
-                f"unknown command: ckpt.py {' '.join(argv)}; needed: "
-                "python ckpt.py export RUN STEP|best|last OUT [critic] "
-                "[--model PATH], or ckpt.py verify RUN"
-            )
+            found = f"unknown command: ckpt.py {' '.join(argv)}"
+            needed = "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
+            raise UserError(f"{found}; needed: {needed}")
 
 
 if __name__ == "__main__":

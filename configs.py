@@ -12,15 +12,14 @@ node is one GPU. In torz, a node is a machine."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
 import io
-import itertools
 import json
 import math
 import os
@@ -36,24 +35,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
-# The files of the program. Other files in ROOT are the user's, such as a reward function.
-CODE = sorted(
-    file
-    for pattern in [
-        "engines/*.py",
-        "grading/*.py",
-        "guard/*.py",
-        "tools/*.py",
-        *(
-            f"{name}.py"
-            for name in (
-                "train sampling rollout ppo grpo dist ckpt data configs model kernels reward "
-                "engine log".split()
-            )
-        ),
-    ]
-    for file in Path(ROOT).glob(pattern)
+MODULES = (
+    "train sampling rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
 )
+# The files of the program. Other files in ROOT are the user's, such as a reward function.
+CODE = [Path(ROOT, f"{name}.py") for name in sorted(MODULES)]
+for folder in ("engines", "grading", "guard", "tools"):
+    CODE += sorted(Path(ROOT, folder).glob("*.py"))
 # Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
@@ -70,8 +58,8 @@ def require(ok: bool, found: str, needed: str) -> None:
 
 def printable(text: str) -> str:
     r"""Returns the text with escapes such as \x1b instead of characters that control a terminal."""
-    obeyed = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-    return re.sub(obeyed, lambda match: ascii(match[0])[1:-1], text)
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
 
 
 @contextlib.contextmanager
@@ -100,7 +88,7 @@ def show(text: str) -> None:
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager for a command's main function. Prints a UserError as one line and ends the process with
     status 1. If all ranks of a machine raise the error, only one process prints the line."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed, as by >&-
+    for stream in (sys.stdout, sys.stderr):
         # A terminal may not be able to encode a response.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
@@ -140,10 +128,7 @@ class Range(NamedTuple):
         )
 
     def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-        if self.high == math.inf:
-            return low
-        return f"{low}, up to {self.high:g}"
+        return f"{'above' if self.above else 'from'} {self.low:g} to {self.high:g}"
 
 
 Count = Annotated[int, Range(1)]
@@ -152,7 +137,6 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
-Beta = Annotated[float, Range(0, 0.9999)]  # AdamW does not accept 1
 Advantage = Literal[
     "group_mean_std",
     "group_mean",
@@ -170,7 +154,6 @@ Mismatch = Literal[
     "geometric-truncate",
     "geometric-mask",
 ]
-Tracker = Literal["wandb"]
 LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
 
@@ -246,7 +229,7 @@ class Config:
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
     lr_end: NotNegative = 0.0  # final learning rate, with --lr_decay linear or cosine
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
+    betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay
     adam_eps: Positive = 1e-8  # AdamW's epsilon
     grad_clip: Positive = 1.0  # maximum global gradient norm
@@ -285,7 +268,7 @@ class Config:
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
-    track: tuple[Tracker, ...] = ()  # wandb: send metrics and samples to Weights & Biases
+    track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
@@ -296,36 +279,15 @@ class Config:
         """Raises UserError for a value out of its range and for values that can't work together."""
         for name, allowed in ranges().items():
             value = getattr(self, name)
-            for x in value if isinstance(value, tuple) else (value,):
-                require(
-                    x in (None, "auto") or allowed.has(x), f"--{name} is {x}", f"--{name} {allowed}"
-                )
-        require(
-            r"\x00" not in repr(vars(self)),
-            "a flag has a NUL character",
-            "texts and paths without it",
-        )
+            for x in value if isinstance(value, tuple) else [value]:
+                ok = x in (None, "auto") or allowed.has(x)
+                require(ok, f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
         require(
             not {"", r"\n"} & {*self.stop},
             r"--stop has an empty text, or a backslash and an n",
             r"texts that a response may end with; in bash, $'\n' is a line break",
-        )
-        require(
-            bool(self.reward) and bool(self.extractor),
-            "--reward or --extractor has no value",
-            "at least one value for each",
-        )
-        require(
-            not self.system_prompt or self.template == "chat",
-            f"--system_prompt has no effect with --template {self.template}",
-            "--template chat",
-        )
-        require(
-            not self.start_from or self.resume in ("auto", "never"),
-            f"--start_from and --resume {self.resume} can't be used together",
-            "only one of them: --resume continues the same run, --start_from begins another",
         )
         require(
             not (self.start_from and self.critic_model),
@@ -338,25 +300,24 @@ class Config:
             "auto, none, layers, or a number of layers",
         )
         for name in ("eval_samples", "eval_temperature"):
-            given, files = len(getattr(self, name)), len(self.eval_data)
+            given = len(getattr(self, name))
             require(
-                given in (1, files),
-                f"--{name} has {given} values for {files} files",
+                given in (1, len(self.eval_data)),
+                f"--{name} has {given} values for {len(self.eval_data)} files",
                 "1 value, or one for each file",
             )
 
     def _check_batch(self):
         require(
             self.max_response_len < self.model_len,
-            f"--max_model_len {self.max_model_len} is too small "
-            f"for a prompt and --max_response_len {self.max_response_len}",
+            f"--max_model_len {self.max_model_len} is too small for a prompt and "
+            f"--max_response_len {self.max_response_len}",
             "--max_model_len 0, or a smaller --max_response_len",
         )
         require(
             self.pack_len == 0 or self.pack_len >= self.model_len,
-            f"--pack_len {self.pack_len} is "
-            "smaller than a prompt plus its response "
-            f" ({self.max_prompt_len} + {self.max_response_len} tokens)",
+            f"--pack_len {self.pack_len} is smaller than a prompt plus its response "
+            f"({self.max_prompt_len} + {self.max_response_len} tokens)",
             f"--pack_len {self.model_len}, smaller --max_prompt_len or --max_response_len",
         )
         least, most = sorted((self.policy_updates, self.critic_updates))
@@ -373,30 +334,6 @@ class Config:
             f"{self.minibatches} updates a step, but only {most} {unit}",
             f"fewer --critic_updates or --policy_updates, or more {unit}",
         )
-        require(
-            self.overlong_buffer < self.max_response_len,
-            f"--overlong_buffer {self.overlong_buffer} is not shorter than a response",
-            f"less than --max_response_len {self.max_response_len}",
-        )
-        require(
-            not self.carry or self.round_len > 0,
-            f"--carry {self.carry} without --round_len",
-            f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
-        )
-        require(
-            not (self.carry and self.resample_rounds),
-            f"--carry {self.carry} and --resample_rounds "
-            f"{self.resample_rounds} can't be used together",
-            "only one of them",
-        )
-        # With --carry, a round must be shorter than the longest response, or it would finish all responses.
-        longest = self.max_response_len - (1 if self.carry else 0)
-        require(
-            self.round_len <= longest,
-            f"--round_len {self.round_len} with --carry {self.carry} is too "
-            f"large: a response has at most {self.max_response_len} tokens",
-            f"at most --round_len {longest}",
-        )
 
     def _check_method(self):
         if self.compares_samples:
@@ -408,29 +345,31 @@ class Config:
             )
             require(
                 self.kl_in == "loss",
-                f"--kl_in reward needs per-token rewards, which --advantage {self.advantage} lacks",
+                f"--kl_in reward needs rewards of tokens; --advantage {self.advantage} has none",
                 "--kl_in loss, or --advantage return_whiten",
             )
-        for name in ("resample_rounds", "drop_uniform"):
+        require(
+            self.compares_samples or not (self.resample_rounds or self.drop_uniform),
+            "--resample_rounds and --drop_uniform compare the samples of a prompt",
+            "neither of them, or --algo grpo with another --advantage than return_whiten",
+        )
+        if self.carry:
+            carry = f"--carry {self.carry}"
             require(
-                not getattr(self, name) or self.compares_samples,
-                f"--{name} is for runs that "
-                "compare the samples of a prompt, and this run does not compare them",
-                f"no --{name}, or --algo grpo with another --advantage than return_whiten",
+                0 < self.round_len < self.max_response_len,
+                f"{carry} with --round_len {self.round_len}: no round ends in a response",
+                f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
             )
-        require(
-            not self.carry or self.mismatch != "none",
-            f"--carry {self.carry} with --mismatch none: "
-            "nothing corrects for tokens that older weights sampled",
-            "--mismatch token-truncate",
-        )
-        low, high = self.mismatch_bounds
-        require(
-            low <= 1 <= high,
-            f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal "
-            "probabilities in trainer and engine",
-            "LOW up to 1, and HIGH from 1",
-        )
+            require(
+                not self.resample_rounds,
+                f"{carry} and --resample_rounds {self.resample_rounds} can't be used together",
+                "only one of them",
+            )
+            require(
+                self.mismatch != "none",
+                f"{carry} with --mismatch none: nothing corrects for tokens of older weights",
+                "--mismatch token-truncate",
+            )
 
     @property
     def has_ref(self) -> bool:
@@ -821,98 +760,37 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-# A flag of torz, sometimes with a note -> flags of other libraries with the same meaning. If a user gives a
-# flag of another library, the error message names the flag of torz.
-FOREIGN = {
-    "prompts_per_step": "rollout_batch_size generation_batch_size num_unique_prompts_rollout",
-    "prompts_per_step (verl) or --policy_updates (OpenRLHF)": "train_batch_size",
-    "samples_per_prompt": "num_generations n",
-    "policy_updates": "ppo_mini_batch_size num_mini_batches steps_per_generation",
-    "passes_per_step": "ppo_epochs max_epochs num_epochs num_iterations",
-    "epochs": "num_episodes total_epochs num_train_epochs",
-    "pack_len (in tokens)": "ppo_max_token_len_per_gpu ppo_micro_batch_size_per_gpu "
-    "micro_batch_size micro_train_batch_size micro_rollout_batch_size "
-    "per_device_train_batch_size gradient_accumulation_steps",
-    "max_response_len": "generate_max_len max_completion_length",
-    "policy_lr (or --critic_lr)": "actor_learning_rate critic_learning_rate learning_rate lr",
-    "clip_low and --clip_high": "eps_clip clip_ratio epsilon epsilon_high",
-    "kl_coef": "beta",
-    "grad_clip": "max_norm max_grad_norm",
-    "engine_share": "vllm_gpu_memory_utilization gpu_memory_utilization",
-    "tp": "vllm_tensor_parallel_size tensor_model_parallel_size",
-    "model": "pretrain path model_name_or_path",
-    "data": "prompt_data train_files dataset_name dataset_mixer_list",
-    "eval_every": "eval_interval eval_steps test_freq local_eval_every",
-    "save_every": "save_steps save_interval save_freq",
-    "resume": "resume_from_checkpoint",
-    "warmup_updates": "lr_warmup_ratio",
-    "dtype": "bf16 fp16 torch_dtype",
-    "out": "output_dir save_path default_local_dir",
-    "track": "report_to use_wandb",
-    "engine": "use_vllm",
-    "advantage": "scale_rewards advantage_estimator adv_estimator",
-    "aggregation": "loss_type loss_agg_mode",
-    "ranks": "nproc_per_node num_processes gpus num_gpus n_gpus_per_node",
-}
+def given_flags(argv: Sequence[str]) -> list[str]:
+    """Returns the fields of Config whose flags are in `argv`. --no_NAME is a flag of the field NAME."""
+    flags = [word[2:].partition("=")[0] for word in argv if word.startswith("--")]
+    return [flag.replace("-", "_").removeprefix("no_") for flag in flags]
 
 
-def given_flags(argv: Sequence[str]) -> dict[str, str]:
-    """Returns a dict: field of Config -> text, for each flag in `argv`. The text is what follows `=`, or else
-    the next word. --no_NAME counts as the flag of the field NAME."""
-    given = {}
-    for word, following in itertools.pairwise([*argv, ""]):
-        if re.match("--[a-zA-Z]", word):
-            flag, _, value = word[2:].partition("=")
-            given[flag.replace("-", "_").removeprefix("no_")] = value or following
-    return given
+def layout_of(argv: Sequence[str], ranks: str) -> str:
+    """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides, as in
+    Open-Reasoner-Zero: "debug", unless it is False. Without both, the number of ranks decides, if it is not
+    ""."""
+    typed = re.search(r"--layout[= ](\S+)", " ".join(argv))
+    if typed:
+        return typed[1]
+    if os.environ.get("DEBUG_MODE", "False") != "False":
+        return "debug"
+    return {"8": "debug", "32": "production"}.get(ranks, "any")
 
 
-def known_flags(argv: Sequence[str], prog: str, kind: type[Config]) -> dict[str, str]:
-    """Returns given_flags(argv). Raises UserError for an unknown flag, for a value after a boolean flag, or
-    if a flag that accepts several values comes twice."""
-    words = [word.partition("=")[0] for word in argv]
-    given, flags = given_flags(argv), ["--help", *(f"--{f.name}" for f in dataclasses.fields(kind))]
-    for field, word in given.items():
-        # A section's name before the flag, as in another library's --train.micro_batch_size, is ignored.
-        ours = next(
-            (
-                f": --{k} does that"
-                for k, words in FOREIGN.items()
-                if field.split(".")[-1] in words.split()
-            ),
-            "",
-        )
-        require(
-            f"--{field}" in flags,
-            f"no flag --{field}{ours or nearest(f'--{field}', flags)}",
-            f"a flag that {prog} --help lists",
-        )
-        default = getattr(kind, field, 0)
-        many = isinstance(default, tuple) and words.count(f"--{field}") > 1
-        require(
-            not many,
-            f"--{field} is given twice",
-            f"all values after one --{field}, separated by spaces",
-        )
-        require(
-            not word.isalnum() or not isinstance(default, bool),
-            f"--{field} takes no value, and {word!r} follows it",
-            f"--{field} or --no_{field}",
-        )
-    return given
-
-
-def layout_of(given: Mapping[str, str], default: str) -> str:
-    """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides: True
-    means "debug", False means "any". Without flag and variable, returns `default`. Raises UserError if
-    DEBUG_MODE has another value."""
-    debug, of_debug = (
-        os.environ.get("DEBUG_MODE", ""),
-        {"": default, "False": "any", "True": "debug"},
-    )
-    require(debug in of_debug, f"the environment variable DEBUG_MODE is {debug!r}", "True or False")
-    name = given.get("layout", of_debug[debug])
-    return name if name in LAYOUTS else "any"  # `parse` refuses an unknown name
+def settings(name: str, layout: str, given: Sequence[str]) -> dict[str, Any]:
+    """Returns the settings of a preset in a layout. If `given` has certain flags, others are reset."""
+    base = vars(PRESETS[name]) | {"out": f"runs/{name}", "layout": layout}
+    base["ranks"] = LAYOUTS.get(layout, 0)
+    if layout == "production" and name in RANKS:
+        base["ranks"] = RANKS[name]
+    if layout == "debug" and name.startswith("orz-"):
+        base |= DEBUG
+    if "data" in given:  # the preset's evaluation sets may not fit the user's data
+        base["eval_data"] = ()
+    if set(given) & set(LENGTHS):
+        base |= dict.fromkeys(LENGTHS, 0)
+    return base
 
 
 def parse(
@@ -928,58 +806,38 @@ def parse(
     kind: Config or a subclass with more flags"""
     import tyro  # imported here, so that `import configs` is quick
 
-    # In --out=~/x, bash does not replace the ~ by the home folder.
-    argv = [
-        word.replace("=~/", f"={Path.home()}/") for word in (sys.argv[1:] if argv is None else argv)
-    ]
-    ranks, name = os.environ.get("WORLD_SIZE"), ""
-    typed = bool(argv) and not argv[0].startswith("-")
-    if typed:
-        name = argv.pop(0)
-    elif ranks or {"-h", "--help"} & set(argv):
+    flags = list(sys.argv[1:] if argv is None else argv)
+    ranks = os.environ.get("WORLD_SIZE", "")
+    name = ""
+    if flags and not flags[0].startswith("-"):
+        name = flags.pop(0)
+        ranks = ""
+    elif ranks or {"-h", "--help"} & set(flags):
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
-    require(
-        name in PRESETS, f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags", usage
-    )
-    given = known_flags(argv, prog, kind)
-    layout = layout_of(
-        given, "any" if typed else {"8": "debug", "32": "production"}.get(ranks, "any")
-    )
-    if not typed and os.environ.get("RANK") == "0":
-        print(f"no preset given: {name} --layout {layout}, for {ranks} ranks", flush=True)
-    base = {"out": f"runs/{name}", "ranks": LAYOUTS[layout], "layout": layout}
-    if layout == "production":
-        base["ranks"] = RANKS.get(name, base["ranks"])
-    if layout == "debug" and name.startswith("orz-"):
-        base |= DEBUG
-    if "data" in given:  # the preset's evaluation sets may not fit the user's data
-        base["eval_data"] = ()
-    if given.keys() & LENGTHS:
-        base |= dict.fromkeys(LENGTHS, 0)
+    found = f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags"
+    require(name in PRESETS, found, usage)
+    given = given_flags(flags)
+    default = kind(**settings(name, layout_of(flags, ranks), given))
+    command = f"{prog} {name}"
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), tyro_errors(f"{prog} {name}"):
-            cfg = tyro.cli(
-                kind,
-                default=kind(**vars(PRESETS[name]) | base),
-                args=argv,
-                prog=f"{prog} {name}",
-                use_underscores=True,
-            )
+        with contextlib.redirect_stdout(said), tyro_errors(command):
+            cfg = tyro.cli(kind, default=default, args=flags, prog=command, use_underscores=True)
     except SystemExit:  # --help
-        print(
-            textwrap.fill(usage, 80, break_on_hyphens=False), in_groups(said.getvalue()), sep="\n\n"
-        )
+        print(textwrap.fill(usage, 80, break_on_hyphens=False), end="\n\n")
+        print(in_groups(said.getvalue()))
         raise
     cfg.check_length()
-    for fields, has_effect, needed in EFFECTS:
+    for field in given:
+        twice = isinstance(getattr(cfg, field), tuple) and given.count(field) > 1
+        needed = f"all values after one --{field}, separated by spaces"
+        require(not twice, f"--{field} is given twice", needed)
+    for fields, name, value in NO_EFFECT:
         idle = [field for field in given if field in fields.split()]
-        require(
-            not idle or has_effect(cfg), f"--{' --'.join(idle)} has no effect in this run", needed
-        )
-    # For train.py, an empty --out means runs/PRESET. tools.evaluate chooses its folder itself.
-    return cfg if cfg.out or prog != "train.py" else replace(cfg, out=base["out"])
+        found = f"--{' --'.join(idle)} has no effect, because {name} is {value}"
+        require(not idle or getattr(cfg, name) != value, found, f"another {name}")
+    return cfg
 
 
 @contextlib.contextmanager
@@ -992,12 +850,12 @@ def tyro_errors(command: str) -> Iterator[None]:
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        # tyro prints the error between two lines of dashes.
-        text = re.split("[-─]{9,}", re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue()))[1]
-        found, _, needed = " ".join(text.split()).strip(".").partition(". Expected ")
-        raise UserError(
-            f"{found}; needed: {needed or 'another command line'}, as in {command} --help"
-        ) from None
+        # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help.
+        box = re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue())
+        parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
+        found = f"{parts[1]} ({parts[2]})"
+        needed = "another command line; docs/faq.md has the names of other libraries' flags"
+        raise UserError(f"{found}; needed: {needed}") from None
 
 
 def run_command(function: Callable, prog: str) -> Any:
@@ -1007,11 +865,8 @@ def run_command(function: Callable, prog: str) -> Any:
 
     with user_errors(prog):
         with tyro_errors(prog):  # hides stderr, so `function` must run later
-            call = tyro.cli(
-                functools.wraps(function)(
-                    lambda *args, **flags: functools.partial(function, *args, **flags)
-                )
-            )
+            later = functools.partial(functools.partial, function)
+            call = tyro.cli(functools.wraps(function)(later))
         return call()
 
 
@@ -1024,19 +879,13 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a package of --track, --model or a data file does not exist. Skips names on the
-    Hugging Face Hub. On several machines, checks no model and no data. Later checks cover both cases."""
-    for name in cfg.track:
-        require(
-            importlib.util.find_spec(name) is not None,
-            f"--track {name}, but {name} is not installed",
-            f"pip install {name}",
-        )
+    """Raises UserError if --model or a data file does not exist. Skips names on the Hugging Face Hub. On
+    several machines, checks nothing. Later checks cover both cases."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if not from_hub(cfg.model):
         model_folder(cfg.model)
-    for path in cfg.data + (cfg.eval_data if cfg.eval_every else ()):
+    for path in cfg.data + cfg.eval_data:
         if ":" not in path:
             data_file(path)
 
@@ -1050,42 +899,33 @@ def set_allocator() -> None:
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return
     options = "expandable_segments:True"
-    major, minor, *_ = importlib.metadata.version("torch").split(".")
-    if (int(major), int(minor)) >= (2, 13):
+    if not importlib.metadata.version("torch").startswith("2.11"):
         options += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
     os.environ["PYTORCH_ALLOC_CONF"] = options
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a file, a run's folder, or a folder without config.json inside a run's
-    folder."""
-    require(
-        not Path(path).is_file(),
-        f"{path} is a file",
-        "a model's folder; data files follow --data, or the models of tools.evaluate",
-    )
-    run = next((p for p in (Path(path), *Path(path).parents) if (p / "ckpt").is_dir()), None)
-    require(
-        not run or run != Path(path) and Path(path, "config.json").is_file(),
-        f"{path} is a folder of a run, not of a model",
-        f"{run}/export/policy, or first: python ckpt.py export {run} last OUT",
-    )
+    """Raises UserError if `path` is a run's folder, or a checkpoint."""
+    of_run = Path(path, "ckpt").is_dir() or Path(path).parent.name == "ckpt"
+    needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
+    require(not of_run, f"{path} is a folder of a run, not of a model", needed)
 
 
 def from_hub(name: str) -> bool:
     """Returns whether `name` means a model of the Hugging Face Hub: `name` has the form OWNER/NAME, and there
     is no folder OWNER."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).parent.is_dir()
+    of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)
+    return bool(of_hub) and name != TINY.model and not Path(name).parent.is_dir()
 
 
 def model_folder(path: str) -> Path:
     """Returns Path(path). Raises UserError if it is not a model's folder."""
     check_model(path)
-    require(
-        path != "" and Path(path).is_dir(),
-        f"no model folder {path!r}",
-        _build(path) or "--model with a Hugging Face model folder or an id of the Hub",
-    )
+    needed = "--model with a Hugging Face model folder or an id of the Hub"
+    found = f"no model folder {path!r}"
+    if path == TINY.model:
+        needed = "python -m tools.tiny, which makes it"
+    require(path != "" and Path(path).is_dir(), found, needed)
     return Path(path)
 
 
@@ -1093,21 +933,11 @@ def data_file(path: str) -> Path:
     """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
     in one of DATA_FILES."""
     file = Path(path)
-    inside = [f for kind in DATA_FILES for f in sorted(file.rglob(f"*{kind}"))]
-    require(not inside, f"{path} is a folder", inside and f"its files, such as {inside[0]}")
-    require(
-        file.is_file() and path.endswith(DATA_FILES),
-        f"no data file {path}",
-        _build(path)
-        or "a .json, .jsonl, .parquet or .arrow file (for CSV: docs/forking.md), or OWNER/NAME:FILE",
-    )
+    there = file.is_file() and path.endswith(DATA_FILES)
+    kinds = ", ".join(DATA_FILES)
+    needed = f"a file {kinds} (for CSV: docs/forking.md), or OWNER/NAME:FILE"
+    require(there, f"no data file {path}", needed)
     return file
-
-
-def _build(path):
-    base = TINY.model
-    missing = path.startswith(base) and not Path(base).is_dir()
-    return "python -m tools.tiny, which makes it" if missing else ""
 
 
 def meanings(kind: type[Config] = Config) -> dict[str, str]:
@@ -1115,41 +945,13 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# `parse` refuses flags without effect. A row has three columns: flags; whether these flags have an effect in
-# the config c; what the error message asks for.
-EFFECTS = (
-    (
-        "critic_model critic_updates critic_lr value_clip freeze_policy_steps",
-        lambda c: c.algo == "ppo",
-        "--algo ppo",
-    ),
-    (
-        "gamma lam",
-        lambda c: c.algo == "ppo" or c.advantage == "return_whiten",
-        "--algo ppo, or --advantage return_whiten",
-    ),
-    (
-        "advantage ratio aggregation resample_rounds drop_uniform",
-        lambda c: c.algo == "grpo",
-        "--algo grpo",
-    ),
-    ("kl_in ref_refresh", lambda c: c.kl_coef > 0, "--kl_coef above 0"),
-    ("kl_estimator", lambda c: c.has_ref, "--kl_coef above 0, or --ref_model"),
-    ("mismatch_bounds", lambda c: c.mismatch != "none", "another --mismatch than none"),
-    ("max_turns", lambda c: c.env != "", "--env FILE.py:FUNCTION"),
-    ("max_staleness", lambda c: c.carry > 0, "--carry above 0"),
-    ("eval_top_p", lambda c: any(c.eval_temperature), "--eval_temperature above 0"),
-    (
-        "eval_samples",
-        lambda c: any(c.eval_temperature) or max(c.eval_samples) == 1,
-        "--eval_temperature above 0: otherwise all samples are equal",
-    ),
-    ("lr_end", lambda c: c.lr_decay != "constant", "--lr_decay linear or cosine"),
-    (
-        "clip_low clip_high",
-        lambda c: c.updates_per_step > 1,
-        "--policy_updates 2 or --passes_per_step 2: with one update the ratio is 1",
-    ),
+# `parse` refuses flags without effect. A row has three columns: flags; a field or property of Config; the
+# value of the field with which these flags have no effect.
+NO_EFFECT = (
+    ("critic_model critic_updates critic_lr value_clip freeze_policy_steps", "algo", "grpo"),
+    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo"),
+    ("kl_in ref_refresh", "kl_coef", 0),
+    ("clip_low clip_high", "updates_per_step", 1),  # with one update the ratio is 1
 )
 
 
@@ -1161,6 +963,21 @@ def replace_text(path: Path, text: str) -> None:
     temp = path.with_name(f".{path.name}.part")
     temp.write_text(text)
     temp.replace(path)
+
+
+def flock(file: int, kind: int) -> bool:
+    """Locks an open file or folder until it is closed. Returns whether it is locked: False if another open
+    file has a lock that excludes this one. A file system without locks excludes nothing.
+
+    file: its descriptor
+    kind: fcntl.LOCK_EX waits; fcntl.LOCK_EX | fcntl.LOCK_NB does not"""
+    try:
+        fcntl.flock(file, kind)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def follow_umask(file: Path) -> None:
@@ -1206,57 +1023,45 @@ def names_in(folder: Path) -> list[str]:
     return sorted(if_there(os.listdir, folder) or [])
 
 
-def misfit(value: Any, shape: Any, name: str = "it") -> str:
-    """Returns "" if a JSON value has a shape, else a text such as "step is 'x'; needed: int".
+def checked(value: Any, shape: Mapping[str, Any], where: str) -> Any:
+    """Returns a JSON value. Raises UserError if it is no dict, or if a value in it has a wrong type.
 
-    shape: a type, or a list with the shape of each item, or a dict: key -> shape. In a dict, the key `str`
-        stands for all other keys, and a key may be missing if its type allows None"""
-    kind = type(shape) if isinstance(shape, dict | list) else shape
-    if not isinstance(value, kind):
-        return f"{name} is {shorten(repr(value))}; needed: {getattr(kind, '__name__', kind)}"
-    parts = []
-    if isinstance(shape, list):
-        parts = [(f"{name}[{i}]", item, shape[0]) for i, item in enumerate(value)]
-    elif isinstance(shape, dict):
-        rest = shape.get(str, object)
-        parts = [
-            (key, value.get(key), shape.get(key, rest))
-            for key in {**shape, **value}
-            if key is not str
-        ]
-    return next(filter(None, (misfit(part, of_part, key) for key, part, of_part in parts)), "")
-
-
-def read_json(file: Path, shape: Any = dict) -> Any:
-    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the file can't be read,
-    or if its content has another shape (see `misfit`)."""
-    data = if_there(Path.read_bytes, file)
-    return {} if data is None else from_json(data, shape, file)
-
-
-def from_json(data: bytes, shape: Any, where: Path) -> Any:
-    """Returns the value of a JSON text. Raises UserError as `read_json` does. where: the text's file"""
-    with explained(f"{where} is damaged", "an intact copy of it"):
-        value = json.loads(data)
-    wrong = misfit(value, shape)
-    if wrong:
-        raise UserError(f"{where}: {wrong}")
+    shape: key -> type. A key may be missing if its type allows None
+    where: the place of the JSON text, for the message"""
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: {shorten(repr(value))}; needed: dict")
+    for key, kind in shape.items():
+        found = value.get(key)
+        if not isinstance(found, kind):
+            needed = getattr(kind, "__name__", kind)
+            raise UserError(f"{where}: {key} is {shorten(repr(found))}; needed: {needed}")
     return value
 
 
-def read_jsonl(path: Path, shape: Any = dict) -> list[Any]:
+ANY: dict[str, Any] = {}  # the shape of every dict
+
+
+def read_json(file: Path, shape: Mapping[str, Any] = ANY) -> Any:
+    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the file can't be read,
+    or if its content has another shape (see `checked`)."""
+    data = if_there(Path.read_bytes, file)
+    if data is None:
+        return {}
+    with explained(f"{file} is damaged", "an intact copy of it"):
+        value = json.loads(data)
+    return checked(value, shape, f"{file}")
+
+
+def read_jsonl(path: Path, shape: Mapping[str, Any] = ANY) -> list[Any]:
     """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short.
     Raises UserError as `read_json` does."""
-    rows = []
     data = if_there(Path.read_bytes, path) or b""
+    rows = []
     # A row ends only at a line feed. str.splitlines() would also split at U+2028 inside a row.
     for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
         with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
-            wrong = misfit(row, shape)
-            if wrong:
-                raise UserError(f"{path}, line {number}: {wrong}")
-            rows.append(row)
+            rows.append(checked(row, shape, f"{path}, line {number}"))
     return rows
 
 

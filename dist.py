@@ -105,8 +105,10 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
     }
     if "RANK" not in os.environ:
         os.environ |= alone
-    missing = [name for name in alone if name not in os.environ]
-    require(not missing, f"RANK is set, but not {missing}", "unset RANK, or torchrun")
+    for name in alone:
+        value = os.environ.get(name, "")
+        is_valid = bool(value) if name == "MASTER_ADDR" else value.isdecimal()
+        require(is_valid, f"RANK is set, but {name} is {value!r}", "unset RANK, or torchrun")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])

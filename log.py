@@ -10,15 +10,12 @@ import json
 import math
 import os
 import re
-import sys
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -27,20 +24,19 @@ from configs import (
     Config,
     Say,
     explained,
-    follow_umask,
+    if_there,
     printable,
-    read_json,
     read_jsonl,
     replace_text,
     shorten,
 )
-from data import Pack, Sample, group_by_prompt
+from data import Sample, group_by_prompt
 from grading.worker import REASONS
 from reward import repeated_ngrams
 
 NAN = float("nan")
-# The shapes (configs.misfit) of rows of metrics.jsonl and alarms.jsonl
-METRICS = {"step": int, str: float | int | None}
+# The shapes (configs.checked) of rows of metrics.jsonl and alarms.jsonl
+METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
 
 
@@ -51,9 +47,10 @@ class Meter:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        # name -> a tensor: (1,) the sum; (2,) numerator and denominator of a mean
+        # (name, i) -> the argument sums[i] of `add`, summed over all calls
         self.sums = defaultdict(float)
         self.peaks = {}  # name -> maximum
+        self.variances = {}  # name -> variance, after `reduce`
 
     def _double(self, x):
         if isinstance(x, Tensor):
@@ -61,47 +58,80 @@ class Meter:
         # torch.tensor(x) would make the CPU wait for the GPU
         return torch.full((), x, dtype=torch.float64, device=self.device)
 
-    def add(self, name: str, total: Tensor | float, count: Tensor | float | None = None) -> None:
-        """Add `total` to the metric `name`. With `count` the metric is a mean, total / count. A mean whose
-        counts sum to 0 is not logged."""
-        self.sums[name] += torch.stack([self._double(x) for x in (total, count) if x is not None])
+    def add(self, name: str, *sums: Tensor | float) -> None:
+        """Adds to the metric `name`. sums: one of
+
+        total                   the metric is the sum of the totals
+        total, count            the metric is a mean, total / count; it is not logged if the counts sum to 0
+        total, count, squares   also a variance, if `squares` is a sum of squares (see `variances`)
+        """
+        for i, x in enumerate(sums):
+            self.sums[name, i] += self._double(x)
+
+    def add_values(self, name: str, x: Tensor) -> None:
+        """Adds the values x (n,) to a metric with mean and variance."""
+        x = self._double(x)
+        squares = (x * x).sum()
+        self.add(name, x.sum(), len(x), squares)
 
     def add_max(self, name: str, x: Tensor | float) -> None:
         x = self._double(x)
-        self.peaks[name] = torch.maximum(self.peaks.get(name, x), x)
+        earlier = self.peaks.get(name, x)
+        self.peaks[name] = torch.maximum(earlier, x)
 
     def add_mean_and_max(self, name: str, x: Tensor) -> None:
         """Add the values x (n,), which must be 0 or more, to the metrics NAME/mean and NAME/max."""
-        x = self._double(x)
-        self.add(f"{name}/mean", x.sum(), len(x))
-        self.add_max(f"{name}/max", x.max() if len(x) else 0.0)
+        total = self._double(x).sum()
+        largest = x.max() if len(x) else 0.0
+        self.add(f"{name}/mean", total, len(x))
+        self.add_max(f"{name}/max", largest)
 
     def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns a dict: name -> value, for all metrics. all_sum, all_max: functions that return the sum and
-        the maximum of a tensor over the ranks."""
-        sums = dist.on_host(all_sum(torch.cat(list(self.sums.values()))))
-        peaks = (
-            dist.on_host(all_max(torch.stack(list(self.peaks.values())))).tolist()
-            if self.peaks
-            else []
-        )
-        metrics = dict(zip(self.peaks, peaks, strict=True))
-        sizes = [len(x) for x in self.sums.values()]
-        for name, x in zip(self.sums, sums.split(sizes), strict=True):
-            if len(x) == 1:
-                metrics[name] = x.item()
-            elif x[1]:
-                metrics[name] = (x[0] / x[1]).item()
+        """Returns a dict: name -> value, for all metrics, and fills `variances`. all_sum, all_max: functions
+        that return the sum and the maximum of a tensor over the ranks."""
+        metrics = {}
+        if self.peaks:
+            own = torch.stack(list(self.peaks.values()))
+            peaks = dist.on_host(all_max(own)).tolist()
+            metrics = dict(zip(self.peaks, peaks, strict=True))
+        own = torch.stack(list(self.sums.values()))
+        sums = dist.on_host(all_sum(own)).tolist()
+        sums = dict(zip(self.sums, sums, strict=True))
+        for name, i in sums:
+            count = sums.get((name, 1), 1.0)  # 1.0: the metric is a sum
+            if i == 0 and count:
+                metrics[name] = sums[name, 0] / count
+            if i == 2 and count:
+                variance = sums[name, 2] / count - metrics[name] ** 2
+                self.variances[name] = max(variance, 0.0)
         return metrics
 
 
 # --- metrics of a step's samples
 
+REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
+
+
+def reflections(text: str) -> int:
+    """Returns how often the words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
+    text = text.lower()
+    return sum(map(text.count, REFLECTIONS))
+
+
+OF_SAMPLES = {  # metric, a mean over samples -> its value for one sample
+    "reward": lambda s: s.reward,
+    "score": lambda s: s.score,
+    "sample_len": lambda s: s.length,
+    "truncated": lambda s: not s.stopped,
+    "reflections": lambda s: reflections(s.policy_text),
+    "repetition": lambda s: repeated_ngrams(s.policy_text),
+}
+
 
 def measure_samples(
     meter: Meter,
     samples: Sequence[Sample],
-    parts: Iterable[str],
+    parts: Sequence[str],
     turns: bool = False,
     per_prompt: int = 0,
 ) -> None:
@@ -112,43 +142,29 @@ def measure_samples(
     turns: whether to add `turns` and `response_len/sampled` (true with --env)
     per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples. With
         --carry, a prompt may have fewer samples in the step"""
-    groups, lengths = group_by_prompt(samples), [len(s.ids) for s in samples]
-    whole = [group for group in groups if len(group) >= per_prompt]
-    metrics = {
-        "reward": [s.reward for s in samples],
-        "score": [s.score for s in samples],
-        "pass@n": [any(s.right for s in group) for group in whole],
-        "uniform_groups": [len({s.score for s in group}) == 1 for group in whole],
-        "response_len": lengths,
-        "response_len²": [length**2 for length in lengths],
-        "response_len/right": [len(s.ids) for s in samples if s.right],
-        "response_len/wrong": [len(s.ids) for s in samples if not s.right],
-        "sample_len": [s.length for s in samples],
-        "truncated": [not s.stopped for s in samples],
-        "reflections": [reflections(s.policy_text) for s in samples],
-        "repetition": [repeated_ngrams(s.policy_text) for s in samples],
-    }
-    if turns:
-        metrics["turns"] = [s.turns for s in samples]
-        metrics["response_len/sampled"] = [int(s.is_sampled.sum()) for s in samples]
-    for part in (
-        parts
-    ):  # a grader may be for one data set only; the mean is over the samples that it graded
-        own = [s for s in samples if part in s.entered]
-        metrics[f"reward/{part}"] = [s.entered[part] for s in own]
-        metrics[f"reward/{part}/failed"] = [part in s.failed for s in own]
-    metrics |= {f"grade/{reason}": [s.reason == reason for s in samples] for reason in REASONS}
-    for name, numbers in metrics.items():
+
+    def add(name, numbers):
         meter.add(name, sum(numbers), len(numbers))
 
-
-REFLECTIONS = ("wait,", "recheck", "retry", "alternatively,", "however,")
-
-
-def reflections(text: str) -> int:
-    """Returns how often the words of REFLECTIONS occur in a text, as Open-Reasoner-Zero counts them."""
-    text = text.lower()
-    return sum(text.count(word) for word in REFLECTIONS)
+    lengths = torch.tensor([len(s.ids) for s in samples])
+    meter.add_values("response_len", lengths)
+    for name, value in OF_SAMPLES.items():
+        add(name, [value(s) for s in samples])
+    whole = [group for group in group_by_prompt(samples) if len(group) >= per_prompt]
+    add("pass@n", [any(s.right for s in group) for group in whole])
+    add("uniform_groups", [len({s.score for s in group}) == 1 for group in whole])
+    add("response_len/right", [len(s.ids) for s in samples if s.right])
+    add("response_len/wrong", [len(s.ids) for s in samples if not s.right])
+    if turns:
+        add("turns", [s.turns for s in samples])
+        add("response_len/sampled", [int(s.is_sampled.sum()) for s in samples])
+    # A grader may be for one data set only. The mean is over the samples that it graded.
+    for part in parts:
+        own = [s for s in samples if part in s.entered]
+        add(f"reward/{part}", [s.entered[part] for s in own])
+        add(f"reward/{part}/failed", [part in s.failed for s in own])
+    for reason in REASONS:
+        add(f"grade/{reason}", [s.reason == reason for s in samples])
 
 
 # --- the run's folder
@@ -164,14 +180,11 @@ STEP_LINE = {  # metric -> its format in a step's printed line
 
 
 class Logger(contextlib.AbstractContextManager):
-    """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes,
-    except in `dump`.
+    """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes.
 
     `start` is the first step to log. An interrupted run may have left rows of step `start` and of later
     steps. These rows are moved to metrics.old.jsonl and alarms.old.jsonl. If `own` is False, another run
-    wrote all rows, and all are moved. Raises UserError if the folder can't be written to.
-
-    Before it writes, rank 0 calls `check`, which ends a run that has lost its folder's lock."""
+    wrote all rows, and all are moved. Raises UserError if the folder can't be written to."""
 
     def __init__(
         self,
@@ -182,28 +195,32 @@ class Logger(contextlib.AbstractContextManager):
         versions: Mapping[str, str],
         plan: Mapping[str, Mapping],
         own: bool = True,
-        check: Callable[[], None] = bool,
     ) -> None:
-        self.out, self.cfg, self.main, self.next_step, self.check = out, cfg, main, start, check
+        self.out = out
+        self.cfg = cfg
+        self.main = main
+        self.next_step = start
         if not main:
             return
+        first = start if own else 0
         config = dataclasses.asdict(cfg) | {"versions": versions}
-        with explained(
-            f"can't write to {out}", "space and permission there, or another --out", OSError
-        ):
+        needed = "space and permission there, or another --out"
+        with explained(f"can't write to {out}", needed, OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))
             replace_text(out / "plan.json", json.dumps(plan, indent=1))
-            for path, shape in (out / "metrics.jsonl", METRICS), (out / "alarms.jsonl", ALARM):
-                _set_aside(path, shape, start if own else 0)
-        rows = read_metrics(out)
-        self.history = [
-            row for row in rows if "reward" in row
-        ]  # rows of training steps, for guard.alarms
+            before = read_metrics(out)
+            _set_aside(out / "metrics.jsonl", METRICS, first)
+            _set_aside(out / "alarms.jsonl", ALARM, first)
+        self.history = []  # rows of training steps, for guard.alarms
+        for row in before:
+            if "reward" in row and row["step"] < first:
+                self.history.append(row)
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []
-        self.trackers = [TRACKERS[name](out, config, rows, self.alarm) for name in cfg.track]
+        unsent = before[-1]["step"] + 1 if first and before else 0
+        self.trackers = [Tracker(out, config, unsent, self.alarm) for _ in cfg.track]
 
     def __exit__(self, error: type | None, *_) -> None:
         self.close(failed=error is not None)
@@ -211,56 +228,35 @@ class Logger(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
-            with contextlib.suppress(
-                OSError
-            ):  # the terminal was closed, or the disk of a log file is full
+            # OSError: the terminal was closed, or the disk of a log file is full.
+            with contextlib.suppress(OSError):
                 tqdm.write(printable(text))
-                sys.stdout.flush()
 
     def alarm(self, text: str, step: int | None = None) -> None:
         """Print `!! step N: {text}` and append it to alarms.jsonl. If `step` is None, N is the next step."""
         if self.main:
-            step = self.next_step if step is None else step
+            if step is None:
+                step = self.next_step
             self.say(f"!! step {step}: {text}")
-            self.check()
             with contextlib.suppress(OSError):
-                _append(self.out / "alarms.jsonl", {"step": step, "text": text})
-
-    def dump(self, name: str, packs: Sequence[Pack]) -> str:
-        """Saves this rank's packs to OUT/{name}_rank{rank}.safetensors, for example after a skipped update.
-        Returns a text with this path, or with the error. In the file, `0.tokens` is the field `tokens` of the
-        first pack."""
-        path = self.out / f"{name}_rank{os.environ.get('RANK', '0')}.safetensors"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # save_file refuses tensors that share memory
-            save_file(
-                {
-                    f"{i}.{field}": torch.as_tensor(x).cpu().clone()
-                    for i, p in enumerate(packs)
-                    for field, x in vars(p).items()
-                    if x is not None
-                },
-                path,
-            )
-            follow_umask(path)
-        except (OSError, SafetensorError) as e:
-            return f"its packs can't be written to {path} ({shorten(str(e))})"
-        return f"its packs are in {path}"
+                row = {"step": step, "text": text}
+                _append(self.out / "alarms.jsonl", row)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if not self.main:
             return
         row = {"step": step, **metrics}
-        self.check()
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
             tracker.step(row, self.samples)
-        self.samples, self.next_step = [], step + 1
-        count = f"step {step:{len(str(self.cfg.steps))}}/{self.cfg.steps}"
-        shown = [text.format(row[name]) for name, text in STEP_LINE.items() if name in row]
-        self.say("  ".join([count, *shown]))
+        self.samples = []
+        self.next_step = step + 1
+        line = f"step {step:{len(str(self.cfg.steps))}}/{self.cfg.steps}"
+        for name, text in STEP_LINE.items():
+            if name in row:
+                line += "  " + text.format(row[name])
+        self.say(line)
         for name in row:
             if re.fullmatch("eval/.+@.+", name):
                 self.say(f"  {name} {row[name]:.3f}")
@@ -271,7 +267,6 @@ class Logger(contextlib.AbstractContextManager):
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows for the next step, and log an
         alarm."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -280,14 +275,13 @@ class Logger(contextlib.AbstractContextManager):
                 # purge_step: from this step on, TensorBoard hides the rows that an interrupted run wrote.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
-                values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
-                self.writer.file_writer.add_summary(Summary(value=values), row["step"])
+                for name, x in row.items():
+                    self.writer.add_scalar(name, x, row["step"])
                 _append(self.out / "metrics.jsonl", row)
                 self.unwritten.pop(0)
         except OSError as e:
-            self.alarm(
-                f"can't write the metrics ({e.strerror}); they are kept until the next step", step
-            )
+            text = f"can't write the metrics ({e.strerror}); they are kept until the next step"
+            self.alarm(text, step)
             self.writer = None  # a SummaryWriter can't be used again after an error
 
     def save_samples(self, kind: str, step: int, rows: Sequence[Mapping]) -> None:
@@ -296,13 +290,13 @@ class Logger(contextlib.AbstractContextManager):
             return
         if kind == "samples":
             self.samples = rows
-        self.check()
         path = self.out / kind / f"step_{step:06d}.jsonl"
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         try:
             path.parent.mkdir(exist_ok=True)
             # UTF-8 can't encode a lone surrogate
-            path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                for row in rows:
+                    print(json.dumps(row, ensure_ascii=False), file=file)
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
@@ -312,7 +306,6 @@ class Logger(contextlib.AbstractContextManager):
             initial=done,
             desc=name,
             leave=False,
-            dynamic_ncols=True,
             disable=None if self.main else True,
         )
 
@@ -330,23 +323,27 @@ class Logger(contextlib.AbstractContextManager):
 
 
 def _lines(rows):
-    """Returns the rows as lines of JSON. NaN and infinity, which JSON lacks, become null."""
-    finite = (
-        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        for row in rows
-    )
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
+    """Returns the rows as lines of JSON. Leaves out NaN and infinity, which JSON lacks."""
+    lines = []
+    for row in rows:
+        finite = {}
+        for name, x in row.items():
+            if not isinstance(x, float) or math.isfinite(x):
+                finite[name] = x
+        lines.append(json.dumps(finite) + "\n")
+    return "".join(lines)
 
 
 def _set_aside(path, shape, start):
     """Moves the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError if
     a file can't be written."""
     rows = read_jsonl(path, shape)
+    earlier = [row for row in rows if row["step"] < start]
     later = [row for row in rows if row["step"] >= start]
     if later:
         with path.with_suffix(".old.jsonl").open("a") as file:
             file.write(_lines(later))
-    replace_text(path, _lines(row for row in rows if row["step"] < start))
+    replace_text(path, _lines(earlier))
 
 
 def _append(path, row):
@@ -360,68 +357,20 @@ def _append(path, row):
 
 
 def read_metrics(run: Path | str) -> list[dict]:
-    """Returns the rows of metrics.jsonl in the folder `run`. JSON's null becomes NaN."""
-    return [
-        {name: NAN if x is None else x for name, x in row.items()}
-        for row in read_jsonl(Path(run) / "metrics.jsonl", METRICS)
-    ]
+    """Returns the rows of metrics.jsonl in the folder `run`."""
+    return read_jsonl(Path(run) / "metrics.jsonl", METRICS)
 
 
 # --- trackers (--track)
 
 
 class Tracker:
-    """Sends the rows of metrics.jsonl to a service for experiment tracking. Sends no row twice.
+    """Sends the rows of metrics.jsonl, and samples, to Weights & Biases. Sends no row twice. If wandb fails,
+    logs an alarm, and training goes on. The user's environment variables override ENVIRONMENT.
 
-    A file stores the run's id at the service and the next step to send. A failed tracker logs an alarm, and
-    training goes on.
+    For another service, change the methods `start`, `send` and `finish`.
 
-    To add a service, write a subclass like WandbTracker, and add its name to TRACKERS and configs.Tracker.
-    The subclass defines:
-        start   start or continue a run with the id self.state["id"]
-        send    send one row
-        finish  end the run
-    """
-
-    def __init__(self, out: Path, config: Mapping, rows: Sequence[Mapping], alarm: Say) -> None:
-        self.out, self.config, self.alarm, self.failed = out, config, alarm, False
-        self.file = out / f"{type(self).__name__}.json"
-        # A run that begins anew is another run at the service.
-        known = read_json(self.file, {"id": str, "next_step": int}) if rows else {}
-        self.state = {"id": uuid.uuid4().hex, "next_step": 0} | known
-        self._attempt(self.start)
-        for row in rows:  # sends the rows that were not sent before the run was resumed
-            self.step(row, [])
-
-    def _attempt(self, action, *arguments):
-        try:
-            action(*arguments)
-        except Exception as e:
-            self.failed = True
-            reason = shorten(f"{type(e).__name__}: {e}", 200)
-            self.alarm(
-                f"{type(self).__name__} failed ({reason}); training goes on without it, and a "
-                "resumed run sends it the steps after this one"
-            )
-
-    def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics and saved samples, unless the step was sent before."""
-        if row["step"] >= self.state["next_step"] and not self.failed:
-            # The file is written before the row is sent: a crash can lose a row, never send it twice.
-            self.state["next_step"] = row["step"] + 1
-            self._attempt(replace_text, self.file, json.dumps(self.state))
-            if not self.failed:
-                self._attempt(self.send, row, samples)
-
-    def close(self, run_failed: bool) -> None:
-        """End the run at the service. run_failed: true if an error ends the run."""
-        if not self.failed:
-            self._attempt(self.finish, run_failed)
-
-
-class WandbTracker(Tracker):
-    """Sends metrics and samples to Weights & Biases. The user's environment variables override
-    ENVIRONMENT."""
+    unsent: first step without a row in metrics.jsonl before the run was resumed; 0 in a new run"""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",
@@ -433,6 +382,37 @@ class WandbTracker(Tracker):
     COLUMNS = "problem response gold reward advantage tokens reason".split()
     SAMPLES = 512  # largest number of samples to send for each step
 
+    def __init__(self, out: Path, config: Mapping, unsent: int, alarm: Say) -> None:
+        self.out = out
+        self.config = config
+        self.alarm = alarm
+        self.failed = False
+        file = out / "wandb-id.txt"
+        known = if_there(Path.read_text, file) if unsent else None
+        self.id = known or uuid.uuid4().hex
+        self.unsent = unsent if known else 0
+        self._attempt(replace_text, file, self.id)
+        self._attempt(self.start)
+
+    def _attempt(self, action, *arguments):
+        if self.failed:
+            return
+        try:
+            action(*arguments)
+        except Exception as e:
+            self.failed = True
+            reason = shorten(f"{type(e).__name__}: {e}", 200)
+            self.alarm(f"--track failed ({reason}); training goes on without it")
+
+    def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
+        """Send a step's metrics and saved samples, unless the step was sent before."""
+        if row["step"] >= self.unsent:
+            self._attempt(self.send, row, samples)
+
+    def close(self, run_failed: bool) -> None:
+        """End the run at the service. run_failed: true if an error ends the run."""
+        self._attempt(self.finish, run_failed)
+
     def start(self) -> None:
         import wandb
 
@@ -440,7 +420,7 @@ class WandbTracker(Tracker):
             os.environ.setdefault(key, value)
         self.run = wandb.init(
             name=self.out.resolve().name,
-            id=self.state["id"],
+            id=self.id,
             resume="allow",
             dir=self.out,
             config=self.config,
@@ -450,17 +430,16 @@ class WandbTracker(Tracker):
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
         import wandb
 
-        values = {name: x for name, x in row.items() if name != "step"}
+        values = dict(row)
+        step = values.pop("step")
         if samples:
-            table = [
-                [row["step"], *map(sample.get, self.COLUMNS)] for sample in samples[: self.SAMPLES]
-            ]
-            values["samples"] = wandb.Table(["step", *self.COLUMNS], table, allow_mixed_types=True)
-        # commit=True sends the row now
-        self.run.log(values, step=row["step"], commit=True)
+            columns = ["step", *self.COLUMNS]
+            table = wandb.Table(columns, allow_mixed_types=True)
+            for sample in samples[: self.SAMPLES]:
+                cells = map(sample.get, self.COLUMNS)
+                table.add_data(step, *cells)
+            values["samples"] = table
+        self.run.log(values, step=step, commit=True)  # commit=True sends the row now
 
     def finish(self, run_failed: bool) -> None:
         self.run.finish(exit_code=int(run_failed))
-
-
-TRACKERS = {"wandb": WandbTracker}

@@ -322,9 +322,7 @@ def estimate_advantages(
         if critic:
             measured = {"values": v, "returns": returns, "value_error": returns - v}
         for name, x in measured.items():
-            x = x[p.loss_tokens].double()
-            meter.add(name, x.sum(), len(x))
-            meter.add(f"{name}²", (x * x).sum(), len(x))
+            meter.add_values(name, x[p.loss_tokens])
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
@@ -447,8 +445,6 @@ def policy_pack_loss(
         "policy_loss": loss * tokens,
         "clip_share": clipped,
         "entropy": entropy.sum(),
-        "mismatch/mean": weight.sum(),
-        "mismatch/mean²": (weight * weight).sum(),
         "mismatch/cut": cut.sum(),
     }
     if p.ref_logp is not None:
@@ -462,14 +458,15 @@ def policy_pack_loss(
         loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
         meter.add(name, total, len(p.loss_tokens))
+    meter.add("mismatch/mean", weight.sum(), len(p.loss_tokens), (weight * weight).sum())
     return loss
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
     this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
-    sums = dist.all_sum(meter.sums["logp_gap/mean"])
-    total, tokens = dist.on_host(sums).tolist()
+    sums = torch.stack([meter.sums["logp_gap/mean", i] for i in (0, 1)])
+    total, tokens = dist.on_host(dist.all_sum(sums)).tolist()
     gap = total / max(tokens, 1)
     require(
         gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
@@ -557,18 +554,16 @@ def step_metrics(
             meter.add_max(name, value)
         m = meter.reduce(dist.all_sum, dist.all_max)
 
-    def variance(name):
-        return max(m.get(f"{name}²", 0.0) - m.get(name, 0.0) ** 2, 0.0)
-
-    m["response_len/std"] = variance("response_len") ** 0.5
+    variance = meter.variances
+    m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
     if "returns" in m:
-        of_returns = variance("returns")
-        m["explained_variance"] = (
-            1 - variance("value_error") / of_returns if of_returns > 1e-12 else 0.0
-        )
+        m["explained_variance"] = 0.0
+        if variance["returns"] > 1e-12:
+            m["explained_variance"] = 1 - variance["value_error"] / variance["returns"]
         del m["value_error"]
-    if m.get("mismatch/mean²"):
-        m["ess"] = m["mismatch/mean"] ** 2 / m["mismatch/mean²"]
+    if m.get("mismatch/mean"):
+        square = m["mismatch/mean"] ** 2
+        m["ess"] = square / (square + variance["mismatch/mean"])
     seconds = time.perf_counter() - start
     m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
@@ -576,7 +571,7 @@ def step_metrics(
     peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops if world.device.type == "cuda" else 0
     if peak:
         m["mfu"] = m["tflops"] * 1e12 / peak
-    return {name: value for name, value in m.items() if not name.endswith("²")}
+    return m
 
 
 if __name__ == "__main__":

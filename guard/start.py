@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, show
+from configs import Config, Say, UserError, read_json, show
 from data import Problem, Sample, Solved, fix_date, load_problems
 from engine import Engine
 from grading.worker import Grader
@@ -290,4 +290,6 @@ def finish(run: Run) -> None:
         weights = dist.full_weights(role.model, run.world.device)
         facts = ckpt.marker(out, steps, who, saved)
         folder = out / "export" / who
+        if read_json(folder / ckpt.MARKER).get("step") == steps:
+            continue  # a finished run that was started again
         ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)

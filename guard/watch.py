@@ -1,7 +1,6 @@
 """Ends a process that hangs, turns a signal such as ctrl-C into a request to save and stop, and prints why a
 process crashed."""
 
-import atexit
 import contextlib
 import faulthandler
 import os
@@ -13,54 +12,29 @@ import time
 import traceback
 from collections.abc import Iterator
 
-import torch.distributed as td
-
 from configs import printable, tell_torchrun
 from dist import CURRENT, not_ignored, stop_signal
 
 
 def watch(limit: float) -> None:
     """Start a thread that prints this process's stacks and ends the process, with status 1, if a phase takes
-    longer than `limit` seconds on any rank."""
+    longer than `limit` seconds. All ranks are in the same phase, so each ends itself."""
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
-    store, every, ended = (
-        td.distributed_c10d._get_default_store(),
-        min(5.0, limit / 10),
-        threading.Event(),
-    )
+    every = min(5.0, limit / 10)
 
     def look():
-        while not ended.wait(every) and td.is_initialized():
-            try:
-                if time.perf_counter() - CURRENT.began > limit:  # tell the other ranks
-                    this = f"rank {td.get_rank()} on {os.uname().nodename} in phase {CURRENT.name}"
-                    store.set("stalled", this)
-                elif not store.check(["stalled"]):
-                    continue
-                who = store.get("stalled").decode()
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # the store is closed, because another rank has ended
-                return
-            print_stacks(
-                f"stalled ({who} took more than {limit:.0f} s, --stall_limit); "
-                f"this rank is in phase {CURRENT.name}; its stacks:"
-            )
-            time.sleep(3 * every)  # the other ranks need time to print their stacks
-            os._exit(1)
+        while time.perf_counter() - CURRENT.began < limit:
+            time.sleep(every)
+        print_stacks(
+            f"stalled: phase {CURRENT.name} took more than {limit:.0f} s (--stall_limit); "
+            f"the stacks of this process on {os.uname().nodename}:"
+        )
+        time.sleep(3 * every)  # the other ranks need time to print their stacks
+        os._exit(1)
 
-    thread = threading.Thread(target=look, daemon=True, name="watch")
-    thread.start()
-
-    def end():
-        ended.set()
-        thread.join(10)
-
-    # At exit, wait for the thread. If it were killed inside the store's C++ code, the process would abort.
-    atexit.register(end)
+    threading.Thread(target=look, daemon=True, name="watch").start()
 
 
 def print_stacks(head: str) -> None:
@@ -70,8 +44,8 @@ def print_stacks(head: str) -> None:
         # Python's module traceback would read source files, which may be on a disk that hangs.
         faulthandler.dump_traceback(file)
         file.seek(0)
-        lines = file.read().splitlines()
-    for line in [head, *lines]:
+        lines = [head, *file.read().splitlines()]
+    for line in lines:
         os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
 
 

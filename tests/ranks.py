@@ -332,7 +332,7 @@ def resampled(cfg) -> dict:
     drawn = [p.text for p in data.batch_at(run.problems, 0, cfg)]
     alarms = "".join(file.read_text() for file in Path(cfg.out).glob("alarms.jsonl"))
     return {"drawn": drawn, "alarms": alarms, "prompts": [p.text for p in batch], "rewards": rewards,
-            "measured": int(meter.sums["pass@n"][1])}
+            "measured": int(meter.sums["pass@n", 1])}
 
 
 def turns_in_rounds(engine, policy, prompts, env: str) -> dict:

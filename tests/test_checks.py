@@ -1,7 +1,6 @@
 """Tests of the checks at a run's start, of the lock of its folder, and of signals."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -91,14 +90,6 @@ def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
     assert "rank.py\", line" not in done.stderr
 
 
-def locked(folder, **owner):
-    """Writes a lock file of process 7 on another host, with the changes `owner`. Returns the file."""
-    folder.mkdir(exist_ok=True)
-    file = folder / "lock"
-    file.write_text(json.dumps({"host": "other", "pid": 7, "start": "1"} | owner))
-    return file
-
-
 def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, two_ranks, tmp_path):
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"))
     processes, folder = start_ranks(2, ranks.main, cfg)
@@ -110,11 +101,9 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(base, 
             p.join(120)
             assert p.exitcode == 0
     assert maths(read_metrics(tmp_path / "o")) == maths(two_ranks[1])
-    assert not (tmp_path / "o" / "lock").exists()
 
 
 def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
-    """The lock is taken over even if another process now has its owner's pid."""
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1)
     processes, folder = start_ranks(1, ranks.main, cfg)
     with folder:
@@ -122,45 +111,22 @@ def test_the_folder_of_a_killed_run_is_taken_over(base, tmp_path):
         processes[0].kill()
         processes[0].join()
     assert run_ranks(1, ranks.main, cfg) == [""]
-    here = FolderLock(tmp_path).mine["system"]
-    locked(tmp_path / "o", host=HOST, system=here, pid=1, start="not the start of process 1")
-    FolderLock(tmp_path / "o" / "lock").claim()
 
 
-def test_the_folder_of_another_host_is_taken_over_without_a_heartbeat(tmp_path, monkeypatch):
-    """A new run takes over a lock at once if the last heartbeat is more than DEAD seconds old. Otherwise it
-    waits, and takes over the lock if no heartbeat comes. A heartbeat renews the file's modification time."""
-    file = locked(tmp_path / "a")
-    os.utime(file, (0, 0))
-    lock = FolderLock(file)
-    lock.claim()
-    assert json.loads(file.read_text())["pid"] == os.getpid()
-    lock.release()
-    assert not file.exists()
-    monkeypatch.setattr("guard.lock.DEAD", 1.0)
-    for seconds in (0, 10**9):  # 10**9: a wrong clock dates the lock file to the future
-        file, began = locked(tmp_path / f"b{seconds}"), time.monotonic()
-        os.utime(file, (time.time() + seconds,) * 2)
-        FolderLock(file).claim()
-        assert 0.9 < time.monotonic() - began < 10
-    monkeypatch.undo()
-    file, began, ended = locked(tmp_path / "c"), time.monotonic(), threading.Event()
-    threading.Thread(target=lambda: [os.utime(file) for _ in iter(lambda: ended.wait(0.5), True)]).start()
-    with pytest.raises(UserError, match="in use by process 7 on other"):
-        FolderLock(file).claim()
-    ended.set()
-    assert time.monotonic() - began < 10 and json.loads(file.read_text())["pid"] == 7
-
-
-def test_a_run_whose_folder_was_taken_over_ends(base, tmp_path, monkeypatch):
-    cfg = dataclasses.replace(base, out=str(tmp_path / "o"), steps=1000, save_every=0, eval_every=0)
-    monkeypatch.setattr("guard.lock.HEARTBEAT", 0.1)
-    (process,), folder = start_ranks(1, ranks.main, cfg)
-    with folder:
-        assert wait_until((tmp_path / "o" / "metrics.jsonl").exists)
-        locked(tmp_path / "o")
-        process.join(30)
-        assert process.exitcode == 1
+def test_a_run_on_another_host_has_time_to_end(tmp_path, monkeypatch):
+    """The operating system may release the lock of a lost host late."""
+    file = tmp_path / "a/lock"
+    sleep = time.sleep
+    monkeypatch.setattr("guard.lock.time.sleep", lambda seconds: sleep(seconds / 50))
+    monkeypatch.setattr("guard.lock.PATIENCE", 1.0)
+    first, second = FolderLock(file), FolderLock(file)
+    first.mine["host"] = "other"
+    first.claim()
+    with pytest.raises(UserError, match=f"a is in use by process {os.getpid()} on other; needed: the end"):
+        second.claim()
+    threading.Timer(0.5, first.release).start()
+    second.claim()
+    assert first.owner() == second.mine != first.mine
 
 
 def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
@@ -170,10 +136,10 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     (tmp_path / "config.json").rename(tmp_path / "notes.json")
     (tmp_path / "lock").write_bytes(b"\xff12345")
-    assert "lock is no lock of torz; needed: another" in run_ranks(1, ranks.main, cfg)[0]
-    (tmp_path / "lock").write_text('{"ho')  # cut by a crash
-    os.utime(tmp_path / "lock", (0, 0))
-    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == '{"algo": 1}'
+    assert "lock is damaged" in run_ranks(1, ranks.main, cfg)[0]
+    assert (tmp_path / "lock").read_bytes() == b"\xff12345"
+    (tmp_path / "lock").write_text("")  # by a crash
+    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "[1]"
     shutil.rmtree(tmp_path / "ckpt")
     assert "has export, which a new run would replace; needed: another" in run_ranks(1, ranks.main, cfg)[0]
 

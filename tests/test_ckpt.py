@@ -25,7 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckpt
-import data
 import dist
 import train
 from bench.tasks import chat_tokenizer
@@ -33,7 +32,7 @@ from configs import PRESETS, UserError
 from data import prompt_encoder, prompt_form
 from guard.identity import VERSIONS, differences, settings
 from guard.watch import handle_signals
-from log import Logger, read_metrics
+from log import read_metrics
 from model import load_critic, load_policy, load_tokenizer
 from tools import evaluate
 from tools.tiny import make_tokenizer
@@ -69,7 +68,7 @@ def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, bas
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
     files = {p.name: p.read_bytes() for p in path.iterdir() if p.name != "COMPLETE"}
     assert json.loads((path / "COMPLETE").read_text()) == {
-        name: {"bytes": len(data), "crc32": f"{binascii.crc32(data):08x}"} for name, data in files.items()}
+        name: f"{binascii.crc32(data):08x}" for name, data in files.items()}
     for file in sorted(path.iterdir()):
         if file.suffix != ".safetensors":
             assert json.loads(file.read_text()) and file.name in ("state.json", "COMPLETE")
@@ -141,20 +140,20 @@ def test_any_optimizer_resumes_as_if_never_stopped(kind, world, tmp_path):
     assert [len(load_file(file)) > 0 for file in files] == [rank < 2 for rank in range(world)]
 
 
-def test_files_that_are_not_whole_are_not_published(two_ranks, tmp_path):
+def test_a_checkpoint_that_lacks_a_file_is_not_published(two_ranks, tmp_path):
+    """As if the ranks had different disks."""
     whole = two_ranks[0] / "ckpt" / "step_000004"
-    mark = json.loads((whole / "COMPLETE").read_text())
-    files = {name: entry for name, entry in mark.items() if name != "state.json"}
-    for case in ("whole", "cut", "missing"):
+    files = json.loads((whole / "COMPLETE").read_text())
+    del files["state.json"]
+    for case in ("whole", "missing"):
         temp, final = tmp_path / f".{case}.part", tmp_path / case
         shutil.copytree(whole, temp)
         (temp / "COMPLETE").unlink()
-        file = temp / "shard-00001.safetensors"
         if case == "whole":
             ckpt.publish(temp, final, {"step": 4}, files)
         else:
-            os.truncate(file, file.stat().st_size - 1) if case == "cut" else file.unlink()
-            with pytest.raises(OSError, match=file.name):
+            (temp / "shard-00001.safetensors").unlink()
+            with pytest.raises(OSError, match="shard-00001.safetensors"):
                 ckpt.publish(temp, final, {"step": 4}, files)
         assert temp.exists() != final.exists() == (case == "whole") == (ckpt.damaged(final) == "")
 
@@ -217,8 +216,7 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
     assert [p.name for p in ckpt.complete(out)] == ["step_000002", "step_000006", "step_000008"]
     assert [r["step"] for r in read_metrics(out)] == list(range(8))
     said = capfd.readouterr().out
-    assert re.search("^!! step .*: the checkpoint after 4 steps was not saved: .*No space left.*; the last "
-                     "complete one: step_000002$", said, re.MULTILINE)
+    assert re.search("^!! step .*: the checkpoint after 4 steps was not saved: .*No space left", said, re.M)
 
 
 def marked(out, steps):
@@ -236,7 +234,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, scores, keep, best):
     rows = [json.dumps({"step": step, "eval/a/avg@1": score}) + "\n" for step, score in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(rows))
     for _ in range(2):
-        assert ckpt.prune(tmp_path, 2, "auto") == []
+        ckpt.prune(tmp_path, 2, "auto")
     assert ckpt.complete(tmp_path) == [ckpt.step_folder(tmp_path, step) for step in keep]
     assert os.readlink(tmp_path / "ckpt" / "best") == ckpt.step_folder(tmp_path, best).name
     newest = ckpt.find(tmp_path, "auto")
@@ -283,17 +281,15 @@ def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
         p.join(120)
     assert [p.exitcode for p in processes] == [1, 1] and time.monotonic() - began < 100
     said = capfd.readouterr().err
-    assert all(f"rank {r}: stalled" in said for r in (0, 1)) and "this rank is in phase grading" in said
+    assert all(f"rank {r}: stalled" in said for r in (0, 1)) and "phase grading took more" in said
     assert re.search(r"^rank 1: .*/ranks.py\", line \d+ in hang$", said, re.MULTILINE)
 
 
-def test_an_export_of_what_is_not_there_is_refused_and_the_usage_is_said(two_ranks, capsys):
+def test_an_export_of_what_is_not_there_is_refused_and_the_usage_is_said(two_ranks):
     for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "has no ref"),
                        (["4"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
             ckpt.main(["export", str(two_ranks[0]), *argv])
-    ckpt.main([])
-    assert "python ckpt.py export RUN last OUT " in capsys.readouterr().out
 
 
 def test_a_run_begun_elsewhere_goes_on_in_its_own_folder(tmp_path, monkeypatch):
@@ -379,9 +375,8 @@ def copy_of(two_ranks, out):
     return out
 
 
-@pytest.mark.parametrize("where", 
-                         "run run/ckpt mine link mine/thesis.tex dangling exported retrained".split())
-def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, where):
+@pytest.mark.parametrize("where", "run run/ckpt mine link mine/thesis.tex dangling".split())
+def test_an_export_goes_to_no_folder_of_the_user(two_ranks, tmp_path, where):
     """The export is refused before it reads the checkpoint, which is damaged here."""
     run_ = copy_of(two_ranks, tmp_path / "run")
     flip(next((run_ / "ckpt" / "step_000004").glob("shard-00001*")))
@@ -389,27 +384,25 @@ def test_an_export_never_removes_what_torz_did_not_export(two_ranks, tmp_path, w
     (tmp_path / "mine" / "thesis.tex").write_text("a year of work")
     (tmp_path / "link").symlink_to("mine")
     (tmp_path / "dangling").symlink_to("nothing")
-    shutil.copytree(two_ranks[0] / "export/policy", tmp_path / "exported")
-    shutil.copytree(tmp_path / "exported", tmp_path / "retrained")
-    (tmp_path / "exported/more").mkdir()
-    (tmp_path / "exported/more/README.md").write_text("a model card")
-    flip(tmp_path / "retrained/model.safetensors")
     before = tree(tmp_path)
-    with pytest.raises(UserError, match=f"{tmp_path}/{where} .*; needed: a new path") as said:
+    with pytest.raises(UserError, match=f"{tmp_path}/{where} exists; needed: a new path") as said:
         ckpt.main(["export", str(run_), "4", f"{tmp_path}/{where}"])
     assert "\n" not in str(said.value) and tree(tmp_path) == before
 
 
-def test_an_export_replaces_an_earlier_export(two_ranks, tmp_path):
+def test_an_earlier_export_gets_another_name(two_ranks, tmp_path):
+    """Also what a user added to it stays."""
     (tmp_path / "empty").mkdir()
     for name in (".new.0123456789abcdef.part", ".new.mine.part"):
         (tmp_path / name).mkdir()
-    for name, step in (("new", 2), ("empty", 2), ("new", 4)):
+    for name, step in (("new", 2), ("empty", 2), ("new", 4), ("new", 2)):
         ckpt.main(["export", str(two_ranks[0]), str(step), str(tmp_path / name)])
         marker = json.loads((tmp_path / name / "torz.json").read_text())
         assert (marker["run"], marker["step"], marker["who"]) == (str(two_ranks[0]), step, "policy")
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".new.mine.part", "empty", "new"]
-    ours, theirs = (f / "model.safetensors" for f in (tmp_path / "new", two_ranks[0] / "export" / "policy"))
+        (tmp_path / name / f"{step}.txt").write_text("mine")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".new.mine.part", "empty", "new", "new.1", "new.2"]
+    assert tree(tmp_path / "new") == tree(tmp_path / "new.1") == tree(tmp_path / "empty")
+    ours, theirs = (f / "model.safetensors" for f in (tmp_path / "new.2", two_ranks[0] / "export" / "policy"))
     assert ours.read_bytes() == theirs.read_bytes() != (tmp_path / "empty/model.safetensors").read_bytes()
     assert json.loads((theirs.parent / "torz.json").read_text())["step"] == 4
 
@@ -578,7 +571,7 @@ def flip(file):
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "state.json", "COMPLETE", "cut", "foreign",
                                   "carried-00001.json"])
-def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name, capsys):
+def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path, name):
     out = copy_of(two_ranks, tmp_path / "run")
     folder = out / "ckpt" / "step_000004"
     file = folder / {"cut": "shard-00001.safetensors", "foreign": "shard-00002.safetensors"}.get(name, name)
@@ -596,19 +589,13 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(base, two_ranks, tmp_path
     assert not (out / "export").exists()
     with pytest.raises(UserError, match=f"{file} is damaged"):
         ckpt.main(["export", str(out), "4", str(tmp_path / "hf")])
-    with pytest.raises(UserError, match="damaged: step_000004;"):
-        ckpt.main(["verify", str(out)])
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2 and "step_000002: intact" in said[0]
-    assert "step_000004" in said[1] and file.name in said[1]
     folder.rename(out / "ckpt" / "damaged")
     assert ckpt.find(out, "auto").name == "step_000002"
-    ckpt.main(["verify", str(out)])
 
 
 def poisoned(out, what):
-    """Saves finite numbers, then NaN or infinity. Returns the second save's error."""
-    saver, models, _ = small(out)
+    """Saves finite numbers, then NaN or infinity. Returns the second save's warning and the third's error."""
+    saver, models, warnings = small(out)
     model, optimizer = models["policy"]
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -619,15 +606,18 @@ def poisoned(out, what):
         with torch.no_grad():
             local.view(-1)[0] = torch.nan if what == "weight" else torch.inf
     saver.save(2)
-    return ranks.message_of(saver.finish)
+    saver.finish()
+    saver.save(3)
+    return warnings[0], ranks.message_of(saver.finish)
 
 
 @pytest.mark.parametrize("what", ["weight", "exp_avg_sq"])
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path, what):
     key = {"weight": "policy.0.weight", "exp_avg_sq": "policy.0.weight.exp_avg_sq"}[what]
-    for said in run_ranks(2, poisoned, tmp_path, what):
-        assert f"{key} " in said and "after 2 steps" in said
-        assert "step_000001" in said and "\n" not in said
+    for warning, error in run_ranks(2, poisoned, tmp_path, what):
+        for step, said in (2, warning), (3, error):
+            assert f"{key} is not finite" in said and f"after {step} steps" in said
+            assert "\n" not in said
     assert [p.name for p in (tmp_path / "ckpt").iterdir()] == ["step_000001"]
 
 
@@ -689,7 +679,7 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
     (out / "metrics.jsonl").write_text("".join(rows))
     before = tree(tmp_path)
     (said,) = run_ranks(1, busy, out, (1, 2, 3), None)
-    assert len(said) == 3 and all("ckpt/best can't be made" in text for text in said)
+    assert len(said) == 3 and all("ckpt/best not made" in text for text in said)
     after = tree(tmp_path)
     assert {k: v for k, v in after.items() if "step_000003/" not in k} == before
     assert [p.name for p in ckpt.complete(out)] == ["step_000000", "step_000003"]
@@ -702,7 +692,7 @@ def test_notes_in_an_old_checkpoint_stay(tmp_path):
     old = tmp_path / "ckpt" / "step_000001"
     (said,) = run_ranks(1, busy, tmp_path, (1, 2, 3), lambda: (old / "notes.txt").write_text("mine"))
     # The failed removal deleted COMPLETE. So the next save ignores the folder and gives no second warning.
-    assert len(said) == 1 and "step_000001 can't be removed" in said[0]
+    assert len(said) == 1 and "not removed" in said[0] and "step_000001" in said[0]
     assert [p.name for p in old.iterdir()] == ["notes.txt"]
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000003"]
 
@@ -803,16 +793,6 @@ def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
     for folder in (tmp_path / "run" / "export" / "policy", tmp_path / "hf"):
         tokenizer = load_tokenizer(str(folder))
         assert tokenizer.decode(asked(tokenizer, "1+1=")) == "Q: 1+1= A:"
-
-
-def test_the_packs_of_a_skipped_update_are_plain_safetensors(base, tmp_path):
-    packs = [data.pack(ranks.make_samples(n)) for n in (2, 3)]
-    said = Logger(tmp_path, base, True, 0, {}, {}).dump("nonfinite/step_000001_policy", packs)
-    file, = (tmp_path / "nonfinite").iterdir()
-    assert said == f"its packs are in {file}"
-    want = {f"{i}.{name}": value for i, p in enumerate(packs) for name, value in vars(p).items()
-            if value is not None}
-    assert equal(load_file(file), want) and len(want) > 20
 
 
 def test_a_run_that_was_killed_right_after_its_last_checkpoint_is_tidied(base, two_ranks, tmp_path, capfd):

@@ -23,19 +23,16 @@ def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
     assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
     monkeypatch.setenv("DEBUG_MODE", "True")
     assert parse(["orz-7b"]).ranks == 8
-    monkeypatch.setenv("DEBUG_MODE", "maybe")
-    with pytest.raises(UserError, match="DEBUG_MODE"):
-        parse(["orz-7b"])
+    monkeypatch.setenv("DEBUG_MODE", "False")
+    assert parse(["orz-7b"]).layout == "any"
 
 
-def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(monkeypatch, capsys):
+def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     for ranks, layout in (("8", "debug"), ("16", "any"), ("32", "production")):
         monkeypatch.setenv("WORLD_SIZE", ranks)
         assert parse(["--seed", "1"]) == parse(["orz-7b", "--layout", layout, "--seed", "1"])
-        assert capsys.readouterr().out == f"no preset given: orz-7b --layout {layout}, for {ranks} ranks\n"
         assert parse(["orz-7b"]).layout == "any" and parse(["--layout", "any"]).layout == "any"
-        capsys.readouterr()
 
 
 def test_the_length_of_a_run_is_given_once():
@@ -118,7 +115,7 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
 
 def test_a_number_out_of_its_range_is_one_line():
     allowed = configs.ranges()
-    number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part|Beta)\b")
+    number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part)\b")
     numbers = {f.name for f in dataclasses.fields(configs.Config) if number.search(f.type)}
     assert allowed.keys() == numbers and len(numbers) > 40
     for name, only in allowed.items():

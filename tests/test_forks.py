@@ -47,8 +47,8 @@ AVERAGE = [("train.py", """    if (step + 1) * per_step // n > step * per_step /
             old.copy_(new)
 """, told("    for old, new in zip(run.ref"))]
 # Section 3: a new metric.
-DIGITS = [("log.py", '        "reward": [s.reward for s in samples],\n',
-           '        "reward": [s.reward for s in samples],\n' + told('        "digits": '))]
+REWARD = '    "reward": lambda s: s.reward,\n'
+DIGITS = [("log.py", REWARD, REWARD + told('    "digits": '))]
 # Section 4: the engine ends a response that repeats itself.
 ENDS = [("engine.py", "        if not self.may_stop[ids[-1]]:\n",
          told("        if len(ids) >= 32") + "        if not self.may_stop[ids[-1]]:\n"),

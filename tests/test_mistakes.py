@@ -29,39 +29,36 @@ from tools import tiny as tiny_model
 AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
-    "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?); needed: "),
-    "a flag of another library": ("orz-7b --actor.optim.lr 1", "no flag --actor.optim.lr: --policy_lr (or"),
-    "a word for a number": ("orz-7b --steps ten", "'ten'; needed: another command line, as in tra"),
-    "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: "),
-    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another command line, as in tra"),
-    "a value for a switch": ("orz-7b --go true", "--go takes no value, and 'true' follows it; needed: --go"),
+    "a flag's name": ("orz-7b --polcy_lr 1", "options: --polcy_lr, 1 (Perhaps you meant: --policy_lr FLOAT"),
+    "a flag of another library": ("orz-7b --actor.optim.lr 1", "; docs/faq.md has the names of other"),
+    "a word for a number": ("orz-7b --steps ten", "'ten' (Argument helptext: --steps"),
+    "a flag for no purpose here": ("orz-7b --lora_r 8", "options: --lora_r, 8 (For full helptext, run"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1 (For full helptext, run train.py"),
+    "a value for a switch": ("orz-7b --go true", "options: true (For full helptext, run train.py"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "a limit without a prompt": ("orz-7b --max_response_len 9000", "--max_model_len 8192 is too small for a"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
     "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
-    "a critic's rate without critic": ("orz-7b-grpo --critic_lr 1e-5", "in this run; needed: --algo ppo"),
+    "a critic's rate alone": ("orz-7b-grpo --critic_lr 1e-5", "no effect, because algo is grpo; needed: an"),
     "more updates than whole prompts": ("scale-rl-7b --prompts_per_step 7", "but only 7 prompts; needed"),
-    "groups of one": ("reinforce++-7b --drop_uniform", "does not compare"),
+    "groups of one": ("reinforce++-7b --drop_uniform", "compare the samples"),
     "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
     "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),
-    "a home folder after =": ("tiny-ppo --model=~/none", f"no model folder '{Path.home()}/none'; needed: "),
     "a model that is not there": ("tiny-ppo --model cut/none", "no model folder 'cut/none'; needed: "),
     "samples for other files": ("orz-7b --eval_data a.jsonl --eval_samples 1 2", "2 values for 1 files; ne"),
-    "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 without --round_len"),
+    "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 with --round_len 0: no round"),
     "carry without correction": ("tiny-grpo --round_len 4 --carry 0.25 --mismatch none", "--mismatch tok"),
-    "bounds without 1": ("tiny-grpo --mismatch_bounds 1.5 2", "--mismatch_bounds 1.5 2 leaves out 1"),
     "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
                              "--resample_rounds 1 can't be used together"),
     "two critics": ("tiny-ppo --start_from a --critic_model b", "--start_from has a critic, and --crit"),
-    "a round longer than a response": ("tiny-grpo --round_len 49", "at most 48 tokens; needed: at most --r"),
-    "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25", "at most --round_len 47"),
+    "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25", "needed: --round_len 3, or"),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data a.j", "no data file a"),
-    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "rows.jsonl is a file; needed: a m"),
-    "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: ran/export/policy, or"),
-    "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export ran last OUT"),
+    "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "no model folder 'rows.jsonl'; need"),
+    "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: RUN/export/policy, or"),
+    "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export RUN last OUT"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes")}
 
 # Mistakes found after torch is imported -> (more arguments of train.py, part of the error).
@@ -144,12 +141,9 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     (run / "config.json").write_text('{"algo')
     with pytest.raises(UserError, match="step_000002/2 is no complete checkpoint; needed: a run"):
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if wandb were not installed
-    with pytest.raises(UserError, match="but wandb is not installed; needed: pip install wandb$"):
-        check_paths(parse(["tiny-ppo", "--track", "wandb"]))
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
-        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: .* {name} --help$"):
+        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2 .For full.*; needed: another"):
             run_command(function, name)
     for out, words in (None, "config.json is damaged ("), (run, f"can't write {run} ("):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -175,7 +169,7 @@ def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monke
     messages = run_ranks(2, ranks.mistakes, commands)
     for (name, (_, words)), line, other in zip(ON_RANKS.items(), *messages, strict=True):
         assert line == other and words in line and "needed: " in line and "\n" not in line, (name, line)
-    assert os.listdir(folder / "run") == [] and os.listdir(folder / "full") == ["config.json"]
+    assert os.listdir(folder / "run") == ["lock"] and os.listdir(folder / "full") == ["config.json"]
 
 
 def test_help_into_a_closed_pipe_is_no_traceback():
@@ -223,7 +217,7 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the r
     assert forked(f"{tmp_path}/main.py", cwd=tmp_path).communicate()[1] == "train.py: a; needed: b\n"
 
 
-@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("gap", "1"), ("gap", "2")])
+@pytest.mark.parametrize("wait,ranks", [("loading", "1"), ("problems from", "1"), ("gap", "2")])
 def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
     """A run that is stopped before its first step saves nothing."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
@@ -236,7 +230,7 @@ def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in said, said
     assert bool([*tmp_path.glob("new/run/ckpt/step_*/COMPLETE")]) == (wait == "gap")
-    assert wait == "gap" or not [*tmp_path.glob("new/run/*")]
+    assert wait == "gap" or {p.name for p in tmp_path.glob("new/run/*")} <= {"lock"}
 
 
 def test_the_last_line_names_the_rank_that_was_killed(tmp_path):  # the ranks are small programs

@@ -694,29 +694,6 @@ def test_copied_rows_cost_little(form, tokenizer, tmp_path):
     tracemalloc.stop()
 
 
-def test_a_folder_is_one_line_that_names_its_files(tokenizer, tmp_path):
-    table = pa.Table.from_pylist([{"prompt": f"{i}?", "answer": str(i)} for i in range(5)])
-    for folder, kind in (("saved", "arrow"), ("all/train", "parquet")):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "state.json").write_text("{}")
-        file = tmp_path / folder / f"data-00000.{kind}"
-        if kind == "arrow":  # as save_to_disk of the library datasets
-            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table)
-        else:
-            parquet.write_table(table, file)
-        for place in {tmp_path / folder, (tmp_path / folder).parent} - {tmp_path}:
-            with pytest.raises(UserError, match=f"{place} is a folder; needed: its files, such as {file}$"):
-                load(place, tokenizer)
-        assert [p.answer for p in load(file, tokenizer)] == list("01234")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no data file .*empty; needed: a .json, .jsonl, .parquet or .arrow"):
-        load(tmp_path / "empty", tokenizer)
-    (tmp_path / "x.arrow").write_bytes(b"ARROW1 nothing")
-    with pytest.raises(UserError, match="x.arrow can't be read"):
-        load(tmp_path / "x.arrow", tokenizer)
-
-
 PLACEHOLDERS = ["proof", "Proof", "proof.", "notfound", "NotFound", "not found", r"\text{proof}", "$proof$",
                 "N/A", "n/a", "nan", "null", "None", "???", "...", "…", "--", "[missing]", "<answer>",
                 "see solution", "See the solution above", "No answer", "TBD", r"\boxed{proof}", "(proof)",

@@ -239,14 +239,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]",
     )
     require(len(set(map(model_name, models))) == count, "the same model twice", "each model once")
-    cfg, given = (
-        parse(
-            [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags],
-            "tools.evaluate",
-            EvalConfig,
-        ),
-        given_flags(flags),
-    )
+    words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
+    cfg = parse(words, "tools.evaluate", EvalConfig)
+    given = set(given_flags(flags))
     for name in given:
         require(
             name in EVAL_FLAGS,
@@ -277,7 +272,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         cfg.template == "chat" and "stop" not in given
     ):  # the default stop strings fit --template orz
         cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given.keys(), prompt_form(cfg.template)))
+    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
 
 

@@ -21,7 +21,7 @@ from configs import exists, explained, read_json, read_jsonl, require, run_comma
 from log import ALARM, NAN, read_metrics
 from tools.plan import as_text
 
-# The shape (configs.misfit) of the rows of samples/ and eval/
+# The shape (configs.checked) of the rows of samples/ and eval/
 ROW = {
     "set": str | None,
     "prompt_id": int,
@@ -301,7 +301,7 @@ def write_report(run: Path) -> None:
     plot([run], run / "plot.png")
     picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
     alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]
-    plan = "\n".join(as_text(read_json(run / "plan.json", {str: dict})))
+    plan = "\n".join(as_text(read_json(run / "plan.json")))
     last = dict(chain(*map(dict.items, read_metrics(run))))  # metric -> its last value
     sections = {
         "Summary (± standard error)": _table(facts([run]).items()),
