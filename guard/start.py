@@ -162,11 +162,10 @@ def read_facts(
     files, config = grader.files, vars(cfg)
     read = {
         "problems (--data, --template, --reward)": fingerprint(problems),
-        "--env": files.get(grader.env),
+        "--env": files.get(cfg.env),
         "chat template": ckpt.template_hash(tokenizer, cfg.template),
         "--reward": [
-            f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(grader.customs.get(t.custom))}"
-            for t in terms_of(cfg)
+            f"{t.name}={t.weight} {t.dataset}{t.kind or files.get(t.custom)}" for t in terms_of(cfg)
         ],
     }
     # A changed file or temperature would give other scores under the same metric name.
