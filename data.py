@@ -17,20 +17,17 @@ import json
 import math
 import os
 import re
-import resource
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, UserError, explained, require, show
+from configs import Config, Say, explained, require, show
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
@@ -52,8 +49,6 @@ TEMPLATES = {
 }
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
-TEMPLATE_BYTES = 2**28  # memory that it may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -81,15 +76,13 @@ class Problem:
 class Sample:
     """One response to one prompt. Training uses the token ids that the engine sampled, not the text."""
 
-    prompt_id: (
-        int  # index in the step's batch; while sampling with --carry: index among the run's prompts
-    )
+    # Index in the step's batch; while sampling with --carry, index among the run's prompts
+    prompt_id: int
     sample_id: int  # index among the prompt's samples
     prompt: tuple[int, ...]  # tokens
     ids: np.ndarray  # (L,) int32 response tokens, including the environment's and EOS
-    logp: (
-        np.ndarray
-    )  # (L,) float32 log-probs from the engine, after temperature; 0 at environment tokens
+    # (L,) float32 log-probs from the engine, after temperature; 0 at the environment's tokens
+    logp: np.ndarray
     stopped: bool  # by EOS or a stop string, not by the length limit
     text: str
     version: int  # the step whose weights sampled the last tokens
@@ -98,22 +91,18 @@ class Sample:
     answer: str | None = None  # extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
     weight: float = 1.0  # of the --reward term `grader`
-    parts: dict[str, float] = field(
-        default_factory=dict
-    )  # other --reward terms: name -> weighted value
+    # Other terms of --reward: name -> weighted value
+    parts: dict[str, float] = field(default_factory=dict)
     failed: tuple[str, ...] = ()  # names of the graders that raised an exception
     in_loss: bool = True
-    sampled: np.ndarray | None = (
-        None  # (L,) bool, false at the environment's tokens; None: all true
-    )
-    versions: np.ndarray | None = (
-        None  # (L,) int32: the weights that sampled each token; None: `version`
-    )
+    # (L,) bool, false at the environment's tokens; None: all true
+    sampled: np.ndarray | None = None
+    # (L,) int32: the step whose weights sampled each token; None: `version`
+    versions: np.ndarray | None = None
     turns: int = 1  # number of the policy's turns
     turn_start: int = 0  # index in `ids` of the last turn's start
-    earlier: tuple[
-        str, ...
-    ] = ()  # texts before the last turn: policy's, environment's, policy's, …
+    # Texts before the last turn: policy's, environment's, policy's, …
+    earlier: tuple[str, ...] = ()
     env_reward: float | None = None  # replaces the grader's reward, if given
     advantage: float = 0.0  # GRPO's advantage
     prompt_share: float = 0.0  # loss weight of each token, for --aggregation prompt
@@ -145,11 +134,9 @@ class Sample:
     @property
     def token_versions(self) -> np.ndarray:
         """Returns (L,) int32: for each response token, the step whose weights sampled it."""
-        return (
-            np.full(len(self.ids), self.version, np.int32)
-            if self.versions is None
-            else self.versions
-        )
+        if self.versions is None:
+            return np.full(len(self.ids), self.version, np.int32)
+        return self.versions
 
     @property
     def right(self) -> bool:
@@ -230,9 +217,11 @@ def load_problems(
         "--data FILE [FILE …]; the README tells which data a preset is made for",
     )
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
-    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
+    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
     special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
-    problems, too_long, seen, repeated = [], [], set(), 0
+    problems = []
+    seen = set()
+    repeated = too_long = 0
     for path in paths:
         rows = []
         for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
@@ -244,12 +233,9 @@ def load_problems(
         for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
-            try:
-                ids = encode(row.turns)
-            except UserError as e:
-                raise UserError(f"{path} row {number}: {e}") from None
-            if ids is None or len(ids) > limit:
-                too_long.append(number)
+            ids = encode(row.turns, f"{path} row {number}")
+            if len(ids) > limit:
+                too_long += 1
                 continue
             problems.append(
                 Problem(
@@ -264,27 +250,24 @@ def load_problems(
                     row.fields,
                 )
             )
-    flag = "max_prompt_len" if limit == cfg.max_prompt_len else "max_model_len"
+    files = ", ".join(paths)
     require(
         len(problems) > 0,
-        f"every prompt of {', '.join(paths)} is longer than --{flag} "
-        f"{getattr(cfg, flag)} tokens, or leaves no room for a response",
-        f"a larger --{flag}, or another --template than {cfg.template}",
+        f"every prompt of {files} has more than {limit} tokens",
+        "a larger --max_prompt_len or --max_model_len, or another --template",
     )
-    dropped = f"; dropped {repeated} repeated rows (the first of each stays)" if repeated else ""
-    dropped += f"; dropped {len(too_long)} prompts over {limit} tokens" if too_long else ""
-    say(f"{len(problems)} problems from {', '.join(paths)}{dropped}")
+    say(
+        f"{len(problems)} problems from {files}; dropped {repeated} repeated rows "
+        f"(the first of each stays) and {too_long} prompts over {limit} tokens"
+    )
     return problems
 
 
 def prompt_encoder(
-    template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
-) -> Callable[[Turns], list[int] | None]:
-    """Returns a function that turns a conversation into the tokens of a prompt. The last turn of the
-    conversation is the problem. Only the template "chat" can show earlier turns.
-
-    The function returns None for a text so long that it must have more than `limit` tokens. Such a text may
-    have millions of characters, so it is not tokenized.
+    template: str, tokenizer: Any, system_prompt: str = ""
+) -> Callable[[Turns, str], list[int]]:
+    """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. The last turn
+    of the conversation is the problem. Only the template "chat" can show earlier turns.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
@@ -294,35 +277,29 @@ def prompt_encoder(
         "this tokenizer has no chat template",
         "--template orz or plain",
     )
-    most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
-    with suppress(
-        ValueError
-    ):  # only the main thread can set the handler; without it, no time limit
-        signal.signal(signal.SIGPROF, _stop_template)
 
-    def encode(turns: Turns) -> list[int]:
+    def encode(turns: Turns, row: str = "the row") -> list[int]:
         if form:
             earlier = [role for role, content in turns[:-1] if content.strip()]
             require(
                 not earlier,
-                f"{len(earlier)} turns come before its problem ({', '.join(earlier[:3])}), "
-                f"which --template {template} can't show",
+                f"{row}: {len(earlier)} turns come before its problem "
+                f"({', '.join(earlier[:3])}), which --template {template} can't show",
                 "--template chat",
             )
             text = form.replace("{problem}", turns[-1][1])
         else:
-            text = _fill_chat_template(tokenizer, turns, system_prompt)
-        if len(text) > most:
-            return None
-        ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
+            text = _fill_chat_template(tokenizer, turns, system_prompt, row)
+        with explained(f"{row}: its text can't be tokenized", "text in UTF-8"):
+            ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(
             ids[:2] != [tokenizer.bos_token_id] * 2,
-            f"its prompt begins with {tokenizer.bos_token!r} twice",
+            f"{row}: its prompt begins with {tokenizer.bos_token!r} twice",
             "a template without it, because the tokenizer adds it",
         )
         require(
             ids[-1] != tokenizer.eos_token_id,
-            f"its prompt ends in the end token {tokenizer.eos_token!r}",
+            f"{row}: its prompt ends in the end token {tokenizer.eos_token!r}",
             "a template that does not end in it, and a tokenizer without add_eos_token",
         )
         return ids
@@ -348,53 +325,14 @@ def prompt_form(template: str) -> str:
     return form
 
 
-def _stop_template(*_):
-    """Handles SIGPROF: ends a chat template that takes too long."""
-    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
-
-
-@contextmanager
-def _limits():
-    """Context manager that limits the CPU time and the memory of a chat template, which is code from the
-    model's folder."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    if (
-        signal.getsignal(signal.SIGPROF) is _stop_template
-    ):  # without the handler, SIGPROF ends the process
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
-    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + TEMPLATE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _power(x, y):
-    """Returns x ** y in a chat template. No time limit would end a huge power, because it is C code."""
-    if isinstance(x, int) and isinstance(y, int) and x.bit_length() * y > 10**6:
-        raise OverflowError("a power has more than 10**6 bits")
-    return x**y
-
-
-SandboxedEnvironment.intercepted_binops = frozenset(["**"])
-SandboxedEnvironment.default_binop_table["**"] = _power
-
-
-def _fill_chat_template(tokenizer, turns, system_prompt):
+def _fill_chat_template(tokenizer, turns, system_prompt, row):
     """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a system or user
     turn."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    with (
-        _limits(),
-        explained(
-            "the chat template refuses the row's turns", "other roles, or another --template"
-        ),
+    with explained(
+        f"{row}: the chat template refuses its turns", "other roles, or another --template"
     ):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
@@ -402,7 +340,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt):
         # Assistant turns are not checked, because a template may remove their text in <think> tags.
         require(
             role == "assistant" or "".join(content.split()) in shown,
-            f"the chat template doesn't show the {role} turn",
+            f"{row}: the chat template doesn't show the {role} turn",
             "a chat template that does, or another --template",
         )
     return text
@@ -413,19 +351,13 @@ def fix_date(tokenizer: Any, day: str) -> str:
     on every day. Returns `day`, or "" if the template does not print today's date. Raises UserError if `day`
     is no date."""
     own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    # A template with its own macro strftime_now has a fixed date already, such as the template of an export.
-    if not day or "strftime_now" not in own or "macro strftime_now" in own:
+    call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
+    if not day or not call.search(own):
         return ""
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
-    texts = "".join(f"|replace('%{c}','{date.strftime('%' + c)}')" for c in DIRECTIVES)
-    tokenizer.chat_template = (
-        "{% macro strftime_now(format) %}{{ format" + texts + " }}{% endmacro %}{{ '' }}" + own
-    )
+    tokenizer.chat_template = call.sub(lambda match: repr(date.strftime(match[2])), own)
     return day
-
-
-DIRECTIVES = "a A b B c d e F D h H I j m M p R S T u U V w W x X y Y Z -d -e -m -y -H -I %".split()
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
@@ -464,9 +396,8 @@ def _as_jinja(value):
 
 # --- the prompts of a step
 
-Solved = dict[
-    int, int
-]  # with --skip_solved: Problem.index -> the first step that skips the problem
+# With --skip_solved: Problem.index -> the first step that skips the problem
+Solved = dict[int, int]
 NONE: Solved = {}
 
 
@@ -475,21 +406,25 @@ def batch_at(
 ) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
     Random problems replace solved problems."""
-    numbers, n = numbers_at(step, cfg), len(problems)
-    shuffled = {epoch: _order(n, cfg.seed, epoch) for epoch in {i // n for i in numbers}}
-    others = replacement_batch(problems, step, 0, cfg, solved) if solved else []
-    return [
-        others[at % len(others)] if solved.get(i, math.inf) <= step else problems[i]
-        for at, i in enumerate(shuffled[number // n][number % n] for number in numbers)
-    ]
+    others = replacement_batch(problems, step, 0, cfg, solved)
+    batch = []
+    for place, number in enumerate(numbers_at(step, cfg)):
+        epoch, at = divmod(number, len(problems))
+        problem = problems[_order(len(problems), cfg.seed, epoch)[at]]
+        is_solved = solved.get(problem.index, math.inf) <= step
+        batch.append(others[place % len(others)] if is_solved else problem)
+    return batch
 
 
 def numbers_at(step: int, cfg: Config) -> range:
     """Returns the numbers of the prompts whose sampling begins in this step. All prompts of the run are
     numbered from 0. A step begins cfg.prompts_per_step prompts. With --carry, step 0 begins
     cfg.extra_prompts prompts in addition."""
-    count, extra = cfg.prompts_per_step, cfg.extra_prompts
-    return range(step * count + (extra if step else 0), (step + 1) * count + extra)
+    start = step * cfg.prompts_per_step
+    end = start + cfg.prompts_per_step + cfg.extra_prompts
+    if step:
+        start += cfg.extra_prompts
+    return range(start, end)
 
 
 def step_of(number: int, cfg: Config) -> int:
@@ -504,12 +439,15 @@ def replacement_batch(
 
     Round 0 replaces solved problems. Rounds 1, 2, … replace prompts whose responses all have the same
     reward."""
-    rng, count = np.random.default_rng([cfg.seed, REPLACE, step, round]), cfg.prompts_per_step
+    rng = np.random.default_rng([cfg.seed, REPLACE, step, round])
+    count = cfg.prompts_per_step
     left = [p for i, p in enumerate(problems) if solved.get(i, math.inf) > step]
-    left = left if len(left) >= count else problems
+    if len(left) < count:
+        left = problems
     return [left[i] for i in rng.choice(len(left), count, replace=len(left) < count)]
 
 
+@lru_cache(2)  # a step may begin in one epoch and end in the next
 def _order(n, seed, epoch):
     """Returns the indices of `n` problems in the random order of an epoch."""
     rng = np.random.default_rng([seed, ORDER, epoch])
@@ -540,6 +478,7 @@ def extended(before: Sample, segment: Sample) -> Sample:
 
 
 def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
+    """Returns the trajectory `s` with the environment's `text` appended, so that a new turn begins."""
     reply = replace(
         s,
         ids=np.array(ids, np.int32),
@@ -547,12 +486,11 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
         sampled=np.zeros(len(ids), bool),
         versions=None,
     )
-    both = extended(s, reply)
     return replace(
-        both,
+        extended(s, reply),
         text=s.text + text,
         turns=s.turns + 1,
-        turn_start=len(both.ids),
+        turn_start=len(s.ids) + len(ids),
         earlier=(*s.segments, text),
     )
 
@@ -655,17 +593,8 @@ def partition(
 
 # FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: one
 # token, outside the loss.
-FILLER = Sample(
-    0,
-    0,
-    (0,),
-    np.zeros(0, np.int32),
-    np.zeros(0, np.float32),
-    stopped=False,
-    text="",
-    version=0,
-    in_loss=False,
-)
+EMPTY = np.zeros(0, np.int32)
+FILLER = Sample(0, 0, (0,), EMPTY, EMPTY, False, "", 0, in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
@@ -673,50 +602,45 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
     step: the step whose weights sampled the `fresh_tokens`; None: all loss tokens are fresh"""
     samples = samples or [FILLER]
-    segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
-    lengths = np.array([len(segment) for segment in segments])
-    ends = lengths.cumsum()
-    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-    in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
-
-    def of_tokens(values: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns an array (T,): response tokens of sample i get values[i] (L,), prompt tokens get 0."""
-        flat = np.concatenate(values)
-        out = np.zeros(ends[-1], flat.dtype)
-        out[in_response] = flat
-        return out
-
-    sampled = of_tokens([s.is_sampled for s in samples])
-    mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
-    fresh = (
-        mask if step is None else mask & (of_tokens([s.token_versions for s in samples]) == step)
-    )
-    # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
-    advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled
-    prompt_share = np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths)
-    rewards = np.zeros(ends[-1], np.float32)
-    rewards[ends - 1] = [s.score for s in samples]
-    unique, inverse = unique_prefixes(
-        segments
-    )  # a prompt that several samples share is computed once
-    arrays = dict(
-        tokens=np.concatenate(segments),
-        positions=positions,
-        cu_seqlens=np.array([0, *ends], np.int32),
-        mask=mask,
-        loss_tokens=mask.nonzero()[0],
-        fresh_tokens=fresh.nonzero()[0],
-        engine_logp=of_tokens([s.logp for s in samples]),
-        rewards=rewards,
-        advantages=advantages,
-        prompt_share=prompt_share,
-        unique=unique,
+    columns = [_columns(s, step) for s in samples]
+    arrays = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    unique, inverse = unique_prefixes([c["tokens"].tolist() for c in columns])
+    lengths = [s.length for s in samples]
+    arrays |= dict(
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
+        loss_tokens=arrays["mask"].nonzero()[0],
+        fresh_tokens=arrays.pop("fresh").nonzero()[0],
+        unique=unique,  # a prompt that several samples share is computed once
         inverse=inverse,
     )
     return Pack(
-        longest=int(lengths.max()),
+        longest=max(lengths),
         responses=sum(s.in_loss for s in samples),
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
+    )
+
+
+def _columns(s, step):
+    """Returns the values of a sample's tokens: field of Pack -> array (prompt and response)."""
+    outside = len(s.prompt)
+
+    def of_response(values):  # prompt tokens get 0
+        return np.concatenate([np.zeros(outside, values.dtype), values])
+
+    sampled = of_response(s.is_sampled)
+    mask = sampled & s.in_loss
+    rewards = np.zeros(s.length, np.float32)
+    rewards[-1] = s.score
+    return dict(
+        tokens=np.concatenate([s.prompt, s.ids], dtype=np.int64),
+        positions=np.arange(s.length),
+        mask=mask,
+        fresh=mask if step is None else mask & (of_response(s.token_versions) == step),
+        engine_logp=of_response(s.logp.astype(np.float32)),
+        rewards=rewards,
+        # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
+        advantages=sampled * np.float32(s.advantage),
+        prompt_share=np.full(s.length, s.prompt_share, np.float32),
     )
 
 

@@ -14,14 +14,15 @@ To grade responses in your own code:
 --reward is a list of graders and reward parts. A grader compares answers with gold answers, or is a user's
 function. A reward part is an extra reward, such as "format" (rollout.REWARD_PARTS)."""
 
-import json
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from configs import nearest, require, run_command
-from grading.answers import KINDS, readers
-from grading.rows import as_json, decoded, read_rows
+from configs import explained, nearest, require, run_command
+from grading.answers import KINDS
+from grading.rows import read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
@@ -38,6 +39,14 @@ class Term:
     custom: str = ""  # a user's function, as FILE.py:FUNCTION; "": none
     dataset: str = ""  # grades only responses of this data set; "": all data sets
 
+    @property
+    def is_grader(self) -> bool:
+        return bool(self.kind or self.custom)
+
+
+# DATASET@, NAME or FILE.py:FUNCTION, =WEIGHT. In /… and ./…, an @ belongs to the path, and in …/… an =, too.
+TERM = re.compile(r"(?:([^/.@][^@]*)@)?(.*?)(?:=([^/:=]*))?")
+
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     """Returns the terms of --reward: first the graders, then the reward parts (see Term). Raises UserError if
@@ -47,7 +56,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
         DATASET@FILE.py:FUNCTION.
     parts: the names of all reward parts, such as "format"."""
     terms = [_term(spec, parts) for spec in reward]
-    graders = [t for t in terms if t.kind or t.custom]
+    graders = [t for t in terms if t.is_grader]
     names = {t.name for t in terms}
     require(
         len(graders) > 0,
@@ -63,12 +72,9 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 
 def _term(spec, parts):
-    full, equals, number = spec.rpartition("=")
-    # Without =, or if the last = is part of a file path, the weight is 1.
-    if not equals or "/" in number or ":" in number:
-        full, number = spec, "1"
+    dataset, full, number = TERM.fullmatch(spec).groups(default="")
     try:
-        weight = float(number)
+        weight = float(number or 1)
     except ValueError:
         weight = math.nan
     require(
@@ -78,28 +84,17 @@ def _term(spec, parts):
     )
     if full in KINDS:
         return Term("accuracy", weight, kind=full)
-    dataset = ""
-    custom = full if ":" in full else ""
-    if "@" in custom and not custom.startswith(
-        ("/", ".")
-    ):  # in /… and ./…, the @ belongs to the path
-        dataset, _, custom = custom.partition("@")
-        require(
-            dataset != "",
-            f"reward {full!r} has no data set before its @",
-            f"DATASET@{SPEC}, or ./ in front of a path",
-        )
-        dataset = dataset.casefold()
     known = [*KINDS, *parts]
     require(
-        bool(custom) or full in known,
+        ":" in full or full in known,
         f"no reward {full!r}{nearest(full, known)}",
         f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}",
     )
-    name = custom.rpartition(":")[2] or full
-    if dataset:
-        name = dataset.replace("/", "-")  # the metric is reward/NAME, with no / in NAME
-    return Term(name, weight, custom=custom, dataset=dataset)
+    if full in parts:
+        return Term(full, weight)
+    # The metric is reward/NAME, with no / in NAME.
+    name = dataset.casefold().replace("/", "-") or full.rpartition(":")[2]
+    return Term(name, weight, custom=full, dataset=dataset.casefold())
 
 
 def kind_of(reward: Sequence[str]) -> str:
@@ -150,114 +145,59 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 
-def _responses(path, kind="math"):
-    """Yields the rows of a file of responses, which may be a file in a run's folder samples/. `kind`: how
-    answers are compared in rows without a kind. Raises UserError for an invalid row."""
-    for number, row in read_rows(path):
-        where, found = f"{path}, row {number}", decoded(row, path, number)
-        require(
-            isinstance(found, dict),
-            f"{where}: not a JSON object",
-            '{"response": str, "answer": str}',
-        )
-        row = {"stopped": True, "kind": kind, **json.loads(as_json(found))}
-        if "gold" in row:  # a row of a run's samples/
-            row["answer"] = row["gold"]
-            if "segments" in row:  # with --env, every second text is the environment's
-                row["response"] = "\n".join(row["segments"][::2])
-        for field, needed in (("response", str), ("answer", str), ("stopped", bool)):
-            value = row.get(field)
-            require(
-                isinstance(value, needed),
-                f"{where}: {field!r} is {value!r:.80}",
-                f"{needed.__name__} (columns: {', '.join(found)})",
-            )
-        require(
-            row["kind"] in KINDS,
-            f"{where}: 'kind' is {row['kind']!r}",
-            f"one of {', '.join(KINDS)}",
-        )
-        yield row
-
-
 def dry_run(
     responses: str,
     /,
     reward: tuple[str, ...] = ("math",),
-    workers: int = 2,
-    deadline: float = 5.0,
     extractor: str = "orz",
 ) -> None:
-    """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), mean
-    rewards, and the first three wrong or unparsed responses.
+    """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), the
+    mean of each term, and the errors.
 
     Args:
-        responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "stopped": true,
-            "kind": "math"}, or a file in a run's folder samples/. stopped is false for a response cut at the
-            length limit. stopped and kind may be left out
+        responses: .jsonl, .json or .parquet file of rows {"response": str, "answer": str, "kind": "math"}, or
+            a file in a run's folder samples/. kind may be left out
         reward: terms NAME or NAME=WEIGHT, such as math format=0.5 path/to/file.py:function
-        workers: number of grading processes
-        deadline: CPU seconds that grading one answer may take
         extractor: how the answer is found in a response: orz, boxed, answer_tag, gsm8k, dapo, letter,
             last_number or whole"""
-    rows, terms, values = (
-        list(_responses(responses, kind_of(reward))),
-        parse_terms(reward, TEXT_PARTS),
-        {},
-    )
-    customs = [t.custom for t in terms if t.custom]
-    with Grader(workers, deadline, customs) as grader:
-        for i, row in enumerate(rows):
-            for t in graders_of(row.get("dataset") or "", terms):
-                grader.submit(
-                    (t, i),
-                    row["response"],
-                    row["answer"],
-                    row["stopped"],
-                    row["kind"],
-                    extractor,
-                    t.custom,
-                    problem=row.get("problem"),
-                    row=row.get("row", row),
-                    sample=row,
-                )
-        every = grader.results()
+    terms = parse_terms(reward, TEXT_PARTS)
+    values = {t: [] for t in terms}  # term -> its value for each response
+    outcomes = Counter()
+    with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
+        for number, row in read_rows(responses):
+            with explained(
+                f"{responses} row {number} can't be graded", '{"response": …, "answer": …}'
+            ):
+                text = row["response"]
+                if "segments" in row:  # with --env, every second text is the environment's
+                    text = "\n".join(row["segments"][::2])
+                for t in graders_of(row.get("dataset", ""), terms):
+                    grader.submit(
+                        (number, t),
+                        text,
+                        row["gold"] if "gold" in row else row["answer"],
+                        row.get("stopped", True),
+                        row.get("kind", kind_of(reward)),
+                        extractor,
+                        t.custom,
+                        problem=row.get("problem"),
+                        row=row.get("row", row),
+                        sample=row,
+                    )
+            for t in terms:
+                if t.name in TEXT_PARTS:
+                    values[t].append(TEXT_PARTS[t.name](text))
+        for (_, t), grade in grader.results().items():
+            values[t].append(grade.reward)
+            outcomes[f"{t.name} {grade.reason}"] += 1
         grader.check()
-    for (t, _), grade in every.items():
-        values.setdefault(t, []).append(grade.reward)
+    for what, count in sorted(outcomes.items()):
+        print(f"{what:20}{count:8}")
     for t in terms:
-        if t.name in TEXT_PARTS:
-            values[t] = [TEXT_PARTS[t.name](row["response"]) for row in rows]
-    grades = {
-        i: grade
-        for (t, i), grade in every.items()
-        if t == graders_of(rows[i].get("dataset") or "", terms)[0]
-    }
-    require(
-        len(grades) == len(rows),
-        f"no grader for {len(rows) - len(grades)} of {len(rows)} rows",
-        "--reward with a grader for their data sets, such as math",
-    )
-    for reason in REASONS:
-        count = sum(grade.reason == reason for grade in grades.values())
-        print(f"{reason:10}{count:8}{count / len(rows):8.1%}")
-    for t, numbers in values.items():
-        print(f"mean {t.name} {sum(numbers) / len(numbers):.4f}, weight {t.weight:g}")
-    failures = [i for i, grade in grades.items() if grade.reason in ("wrong", "unparsed")]
-    for i in sorted(failures)[:3]:
-        row, grade = rows[i], grades[i]
-        print(
-            f"row {i + 1}, {grade.reason}: {grade.answer!a}, gold {row['answer']!a}, "
-            f"ends {row['response'][-200:]!a}"
-        )
-        if grade.reason == "unparsed":
-            print(f"  found by --extractor {' or '.join(readers(row['response'])) or 'none'}")
-    failed = sum(grade.reason in ("error", "timeout") for grade in every.values())
-    require(
-        not failed,
-        f"{failed} of {len(every)} failed or were late: {[*grader.errors.values()]!a}",
-        "a --reward that raises no error, or a larger --deadline",
-    )
+        mean = math.fsum(values[t]) / max(len(values[t]), 1)
+        print(f"mean {t.name} {mean:.4f}, weight {t.weight:g}")
+    for error in grader.errors.values():
+        print(f"error: {error!a}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ with engine.awake(full_weights(policy), version=step):
 import itertools
 import json
 import math
-import re
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 import dist
 import grpo
-from configs import PRESETS, Config, Say, UserError, require
+from configs import Config, Say, require
 from data import (
     Problem,
     Sample,
@@ -41,23 +40,18 @@ Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 # Random seeds contain these numbers, so that training, evaluations, the self-check and later rounds of a
 # rollout draw different random numbers.
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
-PROMPTS_PER_ENGINE = (
-    32  # with fewer prompts per engine, `deal` spreads a prompt's samples over the ranks
-)
 
 # --- rewards
 
 
 def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
     """Returns DAPO's length penalty for each sample, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
-    return [
-        grpo.overlong_penalty(
-            len(s.ids),
-            min(cfg.max_response_len, cfg.model_len - len(s.prompt)),
-            cfg.overlong_buffer,
-        )
-        for s in group
-    ]
+    penalties = []
+    for s in group:
+        longest = min(cfg.max_response_len, cfg.model_len - len(s.prompt))
+        penalty = grpo.overlong_penalty(len(s.ids), longest, cfg.overlong_buffer)
+        penalties.append(penalty)
+    return penalties
 
 
 def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
@@ -66,108 +60,75 @@ def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
-def length(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Kimi k1.5's length rewards (arXiv 2501.12599, sec. 2.3.3): from 0.5 for the prompt's shortest
-    response to -0.5 for the longest. A wrong response gets at most 0."""
-    lengths = [int(s.is_sampled.sum()) for s in group]
-    shortest, spread = min(lengths), max(lengths) - min(lengths)
-    rewards = [0.5 - (n - shortest) / spread if spread else 0.0 for n in lengths]
-    return [x if s.reward > 0 else min(0.0, x) for s, x in zip(group, rewards, strict=True)]
-
-
 # Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
 # extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
 REWARD_PARTS = {
-    **{
-        name: lambda group, cfg, part=part: [part(s.policy_text) for s in group]
-        for name, part in TEXT_PARTS.items()
-    },
-    "length": length,
     "overlong": overlong,
     "nonstop": nonstop,
 }
+for _name, _part in TEXT_PARTS.items():
+    REWARD_PARTS[_name] = lambda group, cfg, part=_part: [part(s.policy_text) for s in group]
 BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> its flag
 
 
 def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward: first the graders, then the reward parts. Raises UserError for an
-    unknown term, a name that comes twice, or a weight of 0 without a teacher (--ref_model)."""
-    terms = parse_terms(cfg.reward, [name for name in REWARD_PARTS if name not in BY_FLAG])
-    clash = sorted({t.name for t in terms if t.kind or t.custom} & REWARD_PARTS.keys())
-    require(
-        not clash,
-        f"--reward has a term with the name of the built-in part {', '.join(clash)}",
-        "another name for the function or the data set",
-    )
-    require(
-        all(t.weight for t in terms) or cfg.ref_model and cfg.kl_coef,
-        "a weight in --reward is 0",
-        "another weight, or a teacher: --ref_model, and --kl_coef above 0",
-    )
-    return terms
-
-
-def weighted_parts(cfg: Config) -> dict[str, float]:
-    """Returns a dict: name -> weight of each built-in reward part (REWARD_PARTS) that this run uses."""
-    named = {t.name: t.weight for t in terms_of(cfg) if t.name in REWARD_PARTS}
-    return named | {name: 1.0 for name, flag in BY_FLAG.items() if getattr(cfg, flag)}
+    """Returns the terms of --reward and those of BY_FLAG: first the graders, then the reward parts. Raises
+    UserError for an unknown term, or a name that comes twice."""
+    by_flag = [name for name, flag in BY_FLAG.items() if getattr(cfg, flag)]
+    known = [name for name in REWARD_PARTS if name not in BY_FLAG]
+    return parse_terms([*cfg.reward, *by_flag], [*known, *by_flag])
 
 
 def part_names(cfg: Config) -> list[str]:
     """Returns the names of the run's graders and reward parts. Each name has a metric `reward/NAME`."""
-    return [*(t.name for t in terms_of(cfg) if t.kind or t.custom), *weighted_parts(cfg)]
+    return [t.name for t in terms_of(cfg)]
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     """Returns the samples with the reward parts added to Sample.parts. With --mask_truncated, samples cut at
     the length limit get in_loss=False. `samples` must be ordered by (prompt_id, sample_id)."""
-    shaped, weights = [], weighted_parts(cfg)
-    if not weights and not cfg.mask_truncated:
-        return list(samples)  # unchanged; to copy every sample would take 1 % of the demo's step
+    parts = [t for t in terms_of(cfg) if not t.is_grader]
+    shaped = []
     for group in group_by_prompt(samples):
-        values = {name: REWARD_PARTS[name](group, cfg) for name in weights}
+        values = {t: REWARD_PARTS[t.name](group, cfg) for t in parts}
         for i, s in enumerate(group):
-            parts = s.parts | {name: weights[name] * values[name][i] for name in weights}
-            shaped.append(replace(s, parts=parts, in_loss=s.stopped or not cfg.mask_truncated))
+            added = {t.name: t.weight * values[t][i] for t in parts}
+            s = replace(
+                s,
+                parts=s.parts | added,
+                in_loss=s.stopped or not cfg.mask_truncated,
+            )
+            shaped.append(s)
     return shaped
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
-    UserError if --extractor has two extractors for one data set."""
-    found = {}
-    for dataset, _, name in (spec.rpartition("=") for spec in cfg.extractor):
-        dataset = dataset.casefold()
-        require(
-            dataset not in found,
-            f"--extractor {' '.join(cfg.extractor)} has two extractors "
-            f"for {dataset or 'all other rows'}",
-            "one each: NAME, and DATASET=NAME for the rows of a data set",
-        )
-        found[dataset] = name
-    return {"": "orz"} | found
+    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets."""
+    found = {"": "orz"}
+    for spec in cfg.extractor:
+        dataset, _, name = spec.rpartition("=")
+        found[dataset.casefold()] = name
+    return found
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
-    `sets`: the problems of each data file."""
-    terms, datasets = terms_of(cfg), {p.dataset for problems in sets for p in problems}
-    there = {dataset.casefold() for dataset in datasets} - {""}
-    # Any data set that a preset's --extractor names (rlvr-8b: gsm8k) is allowed, even if it has no rows.
-    of_presets = {name for preset in PRESETS.values() for name in extractors(preset)}
-    named = {t.dataset for t in terms} | extractors(cfg).keys()
-    unknown = ", ".join(map(repr, sorted(named - there - of_presets)))
+    """Raises UserError if a data set has no grader, or if --reward names an unknown data set.
+
+    sets: the problems of each data file"""
+    terms = terms_of(cfg)
+    there = {p.dataset.casefold() for problems in sets for p in problems}
+    unknown = sorted({t.dataset for t in terms} - there - {""})
     require(
         not unknown,
-        f"--reward or --extractor names data set {unknown}, but no row belongs to it",
-        f"one of {', '.join(sorted(there))}" if there else "rows with a field dataset",
+        f"--reward names data sets without rows: {', '.join(unknown)}",
+        f"some of the rows' data sets: {', '.join(sorted(there - {''})) or 'none'}",
     )
-    for dataset in sorted(datasets):
+    for dataset in sorted(there):
         found = graders_of(dataset, terms)
         require(
-            bool(found) and not (dataset.casefold().startswith("ifeval") and found[0].kind),
+            bool(found) and not (dataset.startswith("ifeval") and found[0].kind),
             f"--reward names no grader that can grade the rows of data set {dataset!r}",
-            f"a grader for them, such as --reward math{dataset and f' {dataset}@FILE.py:FUNCTION'}",
+            "a grader for them: --reward math, or DATASET@FILE.py:FUNCTION",
         )
 
 
@@ -176,8 +137,8 @@ def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
     for p in itertools.chain(*sets):
         require(
             max(p.ids) < config.vocab_size,
-            f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and the model's embedding has "
-            f"{config.vocab_size} tokens",
+            f"{p.file} row {p.row}: its prompt has the token {max(p.ids)}, and "
+            f"the model's embedding has {config.vocab_size} tokens",
             "rows and a template without tokens that were added to the "
             "tokenizer, or another --model",
         )
@@ -186,80 +147,93 @@ def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
 # --- trajectories
 
 
+@dataclass(eq=False)
 class Trajectories:
     """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. It is in
-    one of these dicts:
+    one of the dicts `open`, `waiting` and `finished`: key -> trajectory."""
 
-        open      unfinished
-        waiting   the environment (--env) has not replied to the last turn yet
-        complete  finished, not graded yet
-        graded    finished, with its reward"""
+    engine: Engine
+    grader: Grader
+    problems: Mapping[int, Problem]  # prompt_id -> problem, for the prompts of all ranks
+    temperature: float
+    max_tokens: int  # largest number of tokens of a response
+    key: tuple[int, ...]
+    version: int
+    progress: Callable
+    top_p: float
+    round_len: int  # largest number of new tokens of a trajectory in one round; 0: no limit
+    rounds: int = 0  # number of finished rounds
+    open: dict[Key, Sample] = field(default_factory=dict)  # unfinished; their text: finished turns
+    # The environment (--env) has not replied to the last turn yet.
+    waiting: dict[Key, Sample] = field(default_factory=dict)
+    finished: dict[Key, Sample] = field(default_factory=dict)  # graded if `grader` is not ""
+    # (prompt_id, sample_id) -> the environment's Reply; (prompt_id, sample_id, i) -> grader i's Grade
+    results: dict = field(default_factory=dict)
 
-    def __init__(
-        self,
-        engine: Engine,
-        grader: Grader,
-        problems: Mapping[int, Problem],
-        max_tokens: int,
-        round_len: int,
-        top_p: float,
-    ) -> None:
-        """problems: prompt_id -> problem, for the prompts of all ranks
-        max_tokens: largest number of tokens of a response
-        round_len: largest number of new tokens of a trajectory in one call of the engine; 0: no limit"""
-        self.engine, self.grader, self.problems, self.cfg = engine, grader, problems, engine.cfg
-        self.max_tokens, self.round_len, self.rounds, self.top_p = max_tokens, round_len, 0, top_p
-        self.terms, self.extractors = terms_of(self.cfg), extractors(self.cfg)
-        self.open: dict[Key, Sample] = {}  # Sample.text has only the finished turns
-        self.waiting: dict[Key, Sample] = {}
-        self.complete: dict[Key, Sample] = {}
-        self.graded: dict[Key, Sample] = {}
-        # (prompt_id, sample_id) -> the environment's Reply; (prompt_id, sample_id, i) -> grader i's Grade
-        self.results = {}
+    def __post_init__(self) -> None:
+        self.cfg = self.engine.cfg
+        self.terms = terms_of(self.cfg)
+        self.extractors = extractors(self.cfg)
 
-    def begin(self, keys: Iterable[Key], version: int) -> None:
+    def begin(self, keys: Iterable[Key]) -> None:
         """Add new trajectories with empty responses."""
-        ids, logp = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        ids = np.zeros(0, np.int32)
+        logp = np.zeros(0, np.float32)
         for i, j in keys:
-            self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
+            self.open[i, j] = Sample(
+                i,
+                j,
+                self.problems[i].ids,
+                ids,
+                logp,
+                stopped=False,
+                text="",
+                version=self.version,
+            )
 
     def add(self, trajectories: Iterable[Sample]) -> None:
-        """Add trajectories of another rank or of an earlier step. A trajectory with a grader's `reason`, such
-        as "wrong", is graded already and goes to `graded`. Any other goes to `open`."""
+        """Add trajectories of another rank or of an earlier step, graded or unfinished."""
         for s in trajectories:
-            (self.graded if s.reason else self.open)[s.key] = s
+            place = self.finished if s.grader else self.open
+            place[s.key] = s
 
     def move(self, target: Mapping[Key, int]) -> None:
         """Move unfinished trajectories between ranks. All ranks must call this method together.
 
         target: key of a trajectory -> its new rank; the same dict on every rank. A trajectory whose key is
             not in `target` stays on its rank."""
-        if target and self.engine.ranks > 1:
-            outgoing = [
-                [self.open.pop(key) for key in list(self.open) if target.get(key) == rank]
-                for rank in range(self.engine.ranks)
-            ]
-            for arrived in dist.exchange(outgoing):
-                self.add(arrived)
+        if not target or self.engine.ranks == 1:
+            return
+        outgoing = [[] for _ in range(self.engine.ranks)]
+        for key in self.open.keys() & target.keys():
+            outgoing[target[key]].append(self.open.pop(key))
+        for arrived in dist.exchange(outgoing):
+            self.add(arrived)
 
-    def sample_round(
-        self, temperature: float, key: tuple[int, ...], version: int, progress: Callable
-    ) -> bool:
+    def sample_round(self) -> bool:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
 
         Returns False if a signal has aborted the round, else True. With --tp, a signal aborts no round,
         because the engine's other ranks would wait for ever."""
         before = dict(self.open)
-        requests = {k: (*s.prompt, *s.ids.tolist()) for k, s in before.items()}
-        limits = {
-            k: min(self._left(s), self.round_len or self.max_tokens) for k, s in before.items()
-        }
-        round_key = (*key, ROUND, self.rounds + 1) if self.rounds else key
+        requests = {}
+        limits = {}
+        for k, s in before.items():
+            requests[k] = (*s.prompt, *s.ids.tolist())
+            limits[k] = min(self._left(s), self.round_len or self.max_tokens)
+        key = self.key
+        if self.rounds:
+            key = (*key, ROUND, self.rounds + 1)
         for s in self.engine.generate(
-            requests, limits, temperature, round_key, version, self.top_p
+            requests,
+            limits,
+            self.temperature,
+            key,
+            self.version,
+            self.top_p,
         ):
             if self._take(before[s.key], s):
-                progress()
+                self.progress()
                 if dist.stop_signal and self.cfg.tp == 1:
                     return False
         if self.waiting:
@@ -269,39 +243,48 @@ class Trajectories:
         self.rounds += 1
         return True
 
-    def _take(self, before, segment):
-        """Append `segment`, this round's tokens, to the trajectory `before`. Returns True if the turn
+    def _take(self, before, new):
+        """Append `new`, the tokens of this round, to the trajectory `before`. Returns True if the turn
         ended."""
-        s = self._join(before, segment) if len(before.ids) else segment
+        s = self._join(before, new) if len(before.ids) else new
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
             self.open[s.key] = replace(s, text=before.text)
             return False
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
+            problem = self.problems[s.prompt_id].text
+            turn_text = s.text[len(before.text) :]
             self.grader.ask(
-                s.key, self.problems[s.prompt_id].text, s.text[len(before.text) :], s.turns
+                s.key,
+                problem,
+                turn_text,
+                s.turns,
             )
         else:
             self._complete(s)
         return True
 
-    def _join(self, before, segment):
-        turn, text = before.ids[before.turn_start :], segment.text
+    def _join(self, before, new):
+        turn = before.ids[before.turn_start :]
+        text = new.text
         if len(turn):
             # The engine does not see a stop string that began in an earlier round. So cut after it here.
-            count = first_stop(turn, segment.ids, self.cfg.stop, self.engine.tokenizer)
+            count = first_stop(turn, new.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
-                segment = replace(
-                    segment, ids=segment.ids[:count], logp=segment.logp[:count], stopped=True
+                new = replace(
+                    new,
+                    ids=new.ids[:count],
+                    logp=new.logp[:count],
+                    stopped=True,
                 )
-            # Decode the whole turn: a character's bytes may be divided between `before` and `segment`.
-            text = self.engine.text_of(np.concatenate([turn, segment.ids]))
-        return replace(extended(before, segment), text=before.text + text)
+            # Decode the whole turn: a character's bytes may be divided between `before` and `new`.
+            text = self.engine.text_of(np.concatenate([turn, new.ids]))
+        return replace(extended(before, new), text=before.text + text)
 
     def _complete(self, s):
         problem = self.problems[s.prompt_id]
-        self.complete[s.key] = s
+        self.finished[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
         row = json.loads(problem.fields) if problem.fields else {}
         facts = {"tokens": len(s.ids), "turns": s.turns}
@@ -331,19 +314,13 @@ class Trajectories:
             s = replace(s, env_reward=reply.reward)
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
-        ids, left = (
-            self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids,
-            self._left(s),
-        )
-        # The response has room, but not for the whole text, or the model has no embedding for a token: an
-        # error of the environment.
-        known = self.engine.config.vocab_size
-        if 0 < left < len(ids) or max(ids, default=0) >= known:
-            self.grader.errors.setdefault(
-                "Flood",
-                f"Flood: the environment's text has {len(ids)} tokens, "
-                f"but the response has room for only {left}; its largest token is "
-                f"{max(ids)}, and the model has {known}",
+        ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
+        left = self._left(s)
+        # The response has room, but not for the whole text: an error of the environment.
+        if 0 < left < len(ids):
+            self.grader.errors["Flood"] = (
+                f"Flood: the environment's text has {len(ids)} tokens, but the response "
+                f"has room for only {left}"
             )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
@@ -355,35 +332,39 @@ class Trajectories:
         """Returns how many tokens may still be appended to `s`. A response may have max_tokens tokens. Prompt
         plus response may have cfg.model_len tokens, or cfg.engine_len in an evaluation with longer responses
         (--eval_response_len)."""
-        cfg = self.cfg
-        length = cfg.model_len if self.max_tokens <= cfg.max_response_len else cfg.engine_len
+        length = self.cfg.model_len
+        if self.max_tokens > self.cfg.max_response_len:
+            length = self.cfg.engine_len
         return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
 
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id,
         sample_id)."""
         self.results |= self.grader.results()
-        for key, s in self.complete.items():
+        for key, s in self.finished.items():
+            if s.grader:
+                continue
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
-            first, *others = grades = [self.results[*key, i] for i in range(len(terms))]
-            reward, reason, answer = first
-            if s.reason:
-                reward, reason = 0.0, s.reason
+            grades = {t: self.results[*key, i] for i, t in enumerate(terms)}
+            first = terms[0]
+            reward, reason, answer = grades[first]
+            if s.reason:  # the environment failed
+                reward = 0.0
+                reason = s.reason
             elif s.env_reward is not None:
-                reward, reason = s.env_reward, reason_of(s.env_reward)
-            self.graded[key] = replace(
+                reward = s.env_reward
+                reason = reason_of(reward)
+            self.finished[key] = replace(
                 s,
                 reward=reward,
                 reason=reason,
                 answer=answer,
-                grader=terms[0].name,
-                weight=terms[0].weight,
-                parts={t.name: t.weight * g.reward for t, g in zip(terms[1:], others, strict=True)},
-                failed=tuple(
-                    t.name for t, g in zip(terms, grades, strict=True) if g.reason == "error"
-                ),
+                grader=first.name,
+                weight=first.weight,
+                parts={t.name: t.weight * grades[t].reward for t in terms[1:]},
+                failed=tuple(t.name for t in terms if grades[t].reason == "error"),
             )
-        return [self.graded[key] for key in sorted(self.graded)]
+        return [self.finished[key] for key in sorted(self.finished)]
 
 
 # --- rollouts
@@ -414,30 +395,35 @@ def rollout(
     progress: called when a turn ends.
     carried: in training, result 2 of the previous step's call, or () without --carry. None in evaluation.
     temperature, key, version, top_p: see Engine.generate."""
-    cfg, training = engine.cfg, carried is not None
-    carries, round_len = training and cfg.carry > 0, cfg.round_len if training else 0
-    trajectories = Trajectories(engine, grader, problems, max_tokens, round_len, top_p)
+    cfg = engine.cfg
+    training = carried is not None
+    carries = training and cfg.carry > 0
+    trajectories = Trajectories(
+        engine,
+        grader,
+        problems,
+        temperature,
+        max_tokens,
+        key,
+        version,
+        progress,
+        top_p,
+        round_len=cfg.round_len if training else 0,
+    )
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal, so one is enough. With --carry, `problems` also has
-    # the prompts of carried samples. These prompts get no new samples.
-    new = [
-        (i, j)
-        for i in problems
-        if not carries or step_of(i, cfg) == version
-        for j in range(n if temperature else 1)
-    ]
-    old = dist.gather_all(trajectories.open) if carries else ()  # from all ranks
-    home = deal([*new, *old], engine)  # key -> rank
-    trajectories.begin([k for k in new if home[k] == engine.rank], version)
-    # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
-    if carries:
-        trajectories.move(home)
-    chosen = sample_until_enough(trajectories, temperature, key, version, progress, carries)
+    # At temperature 0, all samples of a prompt are equal, so one is enough.
+    begin_and_move(trajectories, n if temperature else 1, carries)
+    chosen = sample_until_enough(trajectories, carries)
     if any(dist.gather(chosen is None)):
         return [], []
     graded = trajectories.grades()
-    samples = [s for s in graded if s.key in chosen]  # with --carry, the rest is for later steps
-    left = [*trajectories.open.values(), *(s for s in graded if s.key not in chosen)]
+    samples = []
+    left = list(trajectories.open.values())  # with --carry, for later steps
+    for s in graded:
+        if s.key in chosen:
+            samples.append(s)
+        else:
+            left.append(s)
     if not temperature:  # greedy: copy the only sample of each prompt
         samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
     if engine.ranks > 1:
@@ -445,14 +431,26 @@ def rollout(
     return samples, left
 
 
-def sample_until_enough(
-    trajectories: Trajectories,
-    temperature: float,
-    key: tuple[int, ...],
-    version: int,
-    progress: Callable,
-    carries: bool,
-) -> set[Key] | None:
+def begin_and_move(trajectories: Trajectories, n: int, carries: bool) -> None:
+    """Deal new trajectories, `n` of each prompt, to the ranks. With --carry, also move the carried
+    trajectories. All ranks must call this function together."""
+    cfg = trajectories.cfg
+    engine = trajectories.engine
+    # With --carry, `problems` also has the prompts of carried samples. These prompts get no new samples.
+    begun = trajectories.problems
+    old = []
+    if carries:
+        begun = [i for i in begun if step_of(i, cfg) == trajectories.version]
+        old = dist.gather_all(trajectories.open)  # from all ranks
+    new = list(itertools.product(begun, range(n)))
+    home = deal([*new, *old], engine)  # key -> rank
+    trajectories.begin(k for k in new if home[k] == engine.rank)
+    # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
+    if carries:
+        trajectories.move(home)
+
+
+def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] | None:
     """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories:
     with --round_len those on all ranks, otherwise those on the ranks of this rank's engine. Returns None if a
     signal has aborted sampling.
@@ -460,47 +458,48 @@ def sample_until_enough(
     carries: whether --carry is on. Without --carry, all trajectories must be complete. With --carry,
         cfg.samples_per_step trajectories are enough, but all that began --max_staleness or more steps ago
         must be complete."""
-    cfg, engine, shares = trajectories.cfg, trajectories.engine, trajectories.round_len > 0
+    cfg = trajectories.cfg
+    shares = trajectories.round_len > 0
+    gather = dist.gather if shares else trajectories.engine.gather
     while True:
-        aborted = not trajectories.sample_round(temperature, key, version, progress)
+        aborted = not trajectories.sample_round()
         # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
         if dist.stop_requested() if shares else aborted:
             return None
-        state = sorted(trajectories.open), [*trajectories.graded, *trajectories.complete]
-        states = dist.gather(state) if shares else engine.gather(state)
-        open_keys, complete = [x for x, _ in states], itertools.chain(*(x for _, x in states))
+        open_keys = gather(sorted(trajectories.open))
+        finished = gather(list(trajectories.finished))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}
+        ready = sorted(itertools.chain(*finished))
         if carries:
             # If the samples of a prompt are compared, none of them is ready before all are complete.
-            waits = unfinished if cfg.compares_samples else ()
-            ready = sorted(k for k in complete if k[0] not in waits)
-            too_old = any(version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
-            if len(ready) >= cfg.samples_per_step and not too_old:
+            if cfg.compares_samples:
+                ready = [k for k in ready if k[0] not in unfinished]
+            waits = any(
+                trajectories.version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished
+            )
+            if len(ready) >= cfg.samples_per_step and not waits:
                 return set(ready[: cfg.samples_per_step])
         elif not unfinished:
-            return set(complete)
+            return set(ready)
         if shares:
             trajectories.move(moves(open_keys))
 
 
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
-    """Returns a dict: key of a sample -> the rank that samples it.
-
-    All samples of a prompt go to one rank, which computes the prompt once. With fewer than PROMPTS_PER_ENGINE
-    prompts per engine, the samples of a prompt are spread over the ranks, so that all ranks have work."""
-    prompts = sorted({i for i, _ in keys})
-    if len(prompts) >= PROMPTS_PER_ENGINE * engine.engines:
-        place = {i: at % engine.ranks for at, i in enumerate(prompts)}
-        return {key: place[key[0]] for key in keys}
-    return {key: at % engine.ranks for at, key in enumerate(sorted(keys))}
+    """Returns a dict: key of a sample -> the rank that samples it. A prompt's samples are spread over the
+    ranks, so that no engine has all samples of a prompt with long responses."""
+    home = {}
+    for at, key in enumerate(sorted(keys)):
+        home[key] = at % engine.ranks
+    return home
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     """Move samples so that all samples of a prompt are on one rank. All ranks must call this function.
     Returns this rank's samples, ordered by (prompt_id, sample_id)."""
-    outgoing = [
-        [s for s in samples if s.prompt_id % engine.ranks == rank] for rank in range(engine.ranks)
-    ]
+    outgoing = [[] for _ in range(engine.ranks)]
+    for s in samples:
+        outgoing[s.prompt_id % engine.ranks].append(s)
     return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
 
 
@@ -509,13 +508,17 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
     numbers of unfinished trajectories differ by at most 1.
 
     held[r]: keys of the unfinished trajectories on rank r"""
-    ranks, total = len(held), sum(map(len, held))
-    # If the ranks can't have equal numbers, the fullest ranks keep one trajectory more, so that fewer move.
-    fullest = sorted(range(ranks), key=lambda r: -len(held[r]))
-    share = {r: total // ranks + (i < total % ranks) for i, r in enumerate(fullest)}
-    surplus = [key for r in range(ranks) for key in held[r][share[r] :]]
-    room = [r for r in range(ranks) for _ in range(share[r] - len(held[r]))]
-    return dict(zip(surplus, room, strict=True))
+    keys = [list(of_rank) for of_rank in held]
+    ranks = range(len(held))
+    target = {}
+    while True:
+        fullest = max(ranks, key=lambda r: len(keys[r]))
+        emptiest = min(ranks, key=lambda r: len(keys[r]))
+        if len(keys[fullest]) - len(keys[emptiest]) < 2:
+            return target
+        key = keys[fullest].pop()
+        keys[emptiest].append(key)
+        target[key] = emptiest
 
 
 # --- metrics of problems
@@ -523,23 +526,23 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
 Scores = dict[str, dict[str, list[float]]]  # evaluation set -> metric -> value of each problem
 
 
-def accuracy(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
-    """Returns a dict: metric -> list with one value for each problem. Each problem has `n` samples.
+def accuracy(group: Sequence[Sample], n: int) -> dict[str, float]:
+    """Returns a dict: metric -> value of one problem, from its `n` samples.
 
     avg@n         mean reward
     pass@k        see `pass_at`; k = 2, 4, 8, … up to n, and n
     maj@n         see `majority`; for n above 2
     response_len  mean number of tokens
     truncated     fraction cut at the length limit"""
-    groups = group_by_prompt(samples)
-    right = [sum(s.right for s in group) for group in groups]
-    metrics = {f"avg@{n}": [sum(s.reward for s in group) / n for group in groups]}
-    for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
-        metrics[f"pass@{k}"] = [pass_at(k, n, c) for c in right]
+    right = sum(s.right for s in group)
+    metrics = {f"avg@{n}": sum(s.reward for s in group) / n}
+    powers = {2**i for i in range(1, n.bit_length())}
+    for k in sorted(powers | {n} - {1}):
+        metrics[f"pass@{k}"] = pass_at(k, n, right)
     if n > 2:
-        metrics[f"maj@{n}"] = [majority(group) for group in groups]
-    metrics["response_len"] = [sum(len(s.ids) for s in group) / n for group in groups]
-    metrics["truncated"] = [sum(not s.stopped for s in group) / n for group in groups]
+        metrics[f"maj@{n}"] = majority(group)
+    metrics["response_len"] = sum(len(s.ids) for s in group) / n
+    metrics["truncated"] = sum(not s.stopped for s in group) / n
     return metrics
 
 
@@ -556,8 +559,9 @@ def majority(group: Sequence[Sample]) -> float:
     right = {s.answer for s in group if s.right}
     # True stands for all right answers.
     votes = Counter(s.answer in right or s.answer for s in group if s.answer is not None)
-    top = [a for a, count in votes.items() if count == max(votes.values())]
-    return (True in top) / max(len(top), 1)
+    most = max(votes.values(), default=0)
+    top = [answer for answer, count in votes.items() if count == most]
+    return 1 / len(top) if True in top else 0.0
 
 
 def mean(values: Sequence[float]) -> float:
@@ -571,11 +575,13 @@ def mean(values: Sequence[float]) -> float:
 def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
-    same = {
-        name: getattr(s, name)
-        for name in "prompt_id sample_id answer reward reason stopped".split()
-    }
-    row = same | dict(
+    row = dict(
+        prompt_id=s.prompt_id,
+        sample_id=s.sample_id,
+        answer=s.answer,
+        reward=s.reward,
+        reason=s.reason,
+        stopped=s.stopped,
         score=s.score,
         terms=s.entered,
         problem=problem.text,
@@ -586,46 +592,46 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     if problem.fields:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:
-        row |= dict(turns=s.turns, segments=s.segments)
+        row["turns"] = s.turns
+        row["segments"] = s.segments
     if save_logps:
-        row |= dict(
-            ids=s.ids.tolist(),
-            logps=[
-                round(x, 4) if of_policy else None
-                for x, of_policy in zip(s.logp.tolist(), s.is_sampled, strict=True)
-            ],
-        )
+        row["ids"] = s.ids.tolist()
+        row["logps"] = np.where(s.is_sampled, s.logp.astype(float).round(4), None).tolist()
     return row
 
 
 def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
     """Returns a dict: name of an evaluation set -> its problems. Each file of --eval_data is one set. Raises
     UserError as set_names and load_problems do."""
-    return {
-        name: load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
-        for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True)
-    }
+    sets = {}
+    for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True):
+        sets[name] = load_problems(
+            [path],
+            tokenizer,
+            cfg,
+            say,
+            cfg.engine_len,
+            keep_fields,
+        )
+    return sets
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Returns a short name for each evaluation file. Raises UserError if two files can't get different names.
+    """Returns a short name for each evaluation file. Raises UserError if two files have the same name.
 
     eval_sets/aime2024.json                          aime2024
-    gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
     openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
-    parts = []
+    names = []
     for path in paths:
         repo, _, file = path.rpartition(":")
-        stem = re.sub(r"-00000-of-00001$", "", Path(file).stem)
-        parts.append([f"{Path(repo).name}-{stem}"] if repo else [*Path(file).parts[:-1], stem])
-    for n in range(1, 1 + max(map(len, parts), default=1)):
-        names = ["-".join(part[-n:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise UserError(
-        f"two files of --eval_data would have the same name: {' '.join(paths)}; "
-        "needed: each file once, and different file names"
+        name = Path(file).stem.removesuffix("-00000-of-00001")
+        names.append(f"{Path(repo).name}-{name}" if repo else name)
+    require(
+        len(set(names)) == len(names),
+        f"two files of --eval_data have the same name: {' '.join(names)}",
+        "each file once, and different file names",
     )
+    return names
 
 
 def score_sets(
@@ -641,12 +647,13 @@ def score_sets(
     2. one row for each response (see `sample_row`).
 
     step: the training step whose weights the engine holds"""
-    scores, rows = {}, []
+    scores = {}
+    rows = []
     for i, (name, problems) in enumerate(sets.items()):
-        n, temperature = (v[i % len(v)] for v in (cfg.eval_samples, cfg.eval_temperature))
-        key = zlib.crc32(
-            name.encode()
-        )  # not `i`: an added evaluation set changes no response of the others
+        n = cfg.eval_samples[i % len(cfg.eval_samples)]
+        temperature = cfg.eval_temperature[i % len(cfg.eval_temperature)]
+        # Not `i`: an added evaluation set changes no response of the others.
+        number = zlib.crc32(name.encode())
         samples, _ = rollout(
             engine,
             grader,
@@ -654,26 +661,32 @@ def score_sets(
             n,
             temperature,
             cfg.eval_response_len or cfg.max_response_len,
-            (cfg.seed, EVAL, key),
+            (cfg.seed, EVAL, number),
             step,
             progress,
             top_p=cfg.eval_top_p,
         )
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
-        rows += dist.gather_rows(
-            [{"set": name} | sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
-        )
+        mine = []
+        for s in samples:
+            row = sample_row(s, problems[s.prompt_id], cfg.save_logps)
+            mine.append({"set": name} | row)
+        rows += dist.gather_rows(mine)
     return scores, rows
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns a dict: metric -> list with one value for each problem (see `accuracy`). The lists have the
     problems of all ranks, ordered by prompt_id."""
-    values = accuracy(samples, n)
-    rows = zip(dict.fromkeys(s.prompt_id for s in samples), *values.values(), strict=True)
-    by_problem = sorted(dist.gather_all(rows))
-    return {metric: [row[i] for row in by_problem] for i, metric in enumerate(values, 1)}
+    mine = []
+    for group in group_by_prompt(samples):
+        mine.append((group[0].prompt_id, accuracy(group, n)))
+    scores = defaultdict(list)
+    for _, metrics in sorted(dist.gather_all(mine), key=lambda row: row[0]):
+        for metric, value in metrics.items():
+            scores[metric].append(value)
+    return dict(scores)
 
 
 # --- the engine and the graders of a run
@@ -686,7 +699,8 @@ def make_engine(
 ) -> Engine:
     """Returns a new engine for the model folder `path`. Raises UserError if it can't run this model."""
     check_engine_flags(path, cfg, device)
-    return ENGINES[cfg.engine_kind(device.type == "cuda")](path, tokenizer, cfg, device, dtype)
+    engine = ENGINES[cfg.engine_kind(device.type == "cuda")]
+    return engine(path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
@@ -715,8 +729,9 @@ def max_positions(config: Any) -> float:
     rope, *others = ropes(config)
     original = rope.get("original_max_position_embeddings") or known
     # With several RoPEs, max_position_embeddings is already the length after scaling.
-    scaled = not others and rope.get("rope_type") in ("linear", "yarn")
-    return max(known, original * rope.get("factor", 1)) if scaled else known
+    if not others and rope.get("rope_type") in ("linear", "yarn"):
+        return max(known, original * rope.get("factor", 1))
+    return known
 
 
 def make_grader(cfg: Config, say: Say = print) -> Grader:

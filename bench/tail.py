@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # must be set before torch is imported
 from bench.common import arguments
 from configs import PRESETS, Config
 from data import step_of
-from rollout import PROMPTS_PER_ENGINE, moves
+from rollout import moves
 from tools import plan
 
 STEPS, WARM = 16, 6  # the first WARM of STEPS steps are not counted
@@ -93,8 +93,6 @@ class Simulation:
         self.next += new
         keys = sorted(self.going)
         held = [keys[r::self.engines] for r in range(self.engines)]
-        if len({number for number, _ in keys}) >= PROMPTS_PER_ENGINE * self.engines:
-            held = [[k for k in keys if k[0] % self.engines == r] for r in range(self.engines)]
         seconds, busy = 2 * self.cost.exchange * bool(cfg.round_len), 0.0
         while True:
             each = [self._round(of_engine, moved, step) for of_engine in held]

@@ -12,7 +12,7 @@ A file is JSON, JSONL or Parquet, on the disk or on the Hugging Face Hub. Format
     Open-R1, MATH         problem; answer, or a solution with \boxed{ANSWER}
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
-    AGIEval, ARC          question; options or choices; label or answerKey
+    AGIEval, ARC          question; options, or choices {text: [...], label: [...]}; label or answerKey
 
 Optional fields:
 
@@ -20,18 +20,17 @@ Optional fields:
     dataset or data_source    name of a data set, for --reward and --extractor
 
 A wrong row raises a UserError that names file and row. A prompt has only the problem and its choices,
-so a row with another field that belongs to the question, such as `passage`, is refused.
+so a row with another field that belongs to the question, such as `passage`, is refused. Other fields that no
+prompt shows are named.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import re
 import string
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,38 +38,23 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from configs import UserError, data_file, explained, require
+from configs import data_file, explained, require
 from grading.answers import KINDS, extract, grade
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
+# The other fields that `problem_of` reads
+KNOWN = {*ANSWER, "choices", "options", "label", "answerKey", "reward", "dataset", "data_source"}
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
-# In data converted from CSV, a list of turns or the object reward_model may be a text. Such a row is refused.
-TURNS_AS_TEXT = re.compile(
-    r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL
-)
-GOLD_AS_TEXT = re.compile(r"""\s*\{.*["']ground_truth["']\s*:""", re.DOTALL)
-SURROGATE = re.compile("[\ud800-\udfff]")
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
-# Spaces, NUL, and characters without width.
-INVISIBLE = "\0\u00ad\u200b\u200e\u200f\u2060\ufeff" + "".join(
-    filter(str.isspace, map(chr, range(0x3001)))
-)
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
-    r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
-    r"table|image|figure|video|audio|input)(s|_?text|\d+)?|(op|option_?|choice_?)?[a-e]"
-)
-# Fields that no prompt needs: one of these words between underscores, such as question_type.
-QUIET = re.compile(
-    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|topic|"
-    r"category|domain|tag|split|license|lang|language|style|ability|info|meta|metadata|"
-    r"version|model|rate|score|count|reward|dataset|choice|option|answer|answerkey|label|"
-    r"solution|rationale|explanation|reason|reasoning|cot|generation|response|output|"
-    r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)"
+    r"(body|passage|context|ctx|article|paragraph|story|document|premise|"
+    r"background|table|image|figure|video|audio|input)(s|_?text|\d+)?|"
+    r"(op|option_?|choice_?)?[a-e]"
 )
 MARKUP = r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>"  # chat markup of some model
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
@@ -84,9 +68,9 @@ class Row:
     answer: str  # the gold answer
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
-    form: str = field(compare=False)  # where the gold answer was found (see `_form`)
-    # Name and hash of each field that the prompt does not show (see `_unused`)
-    unused: tuple[tuple[str, int], ...] = ()
+    unused: tuple[str, ...] = field(
+        compare=False
+    )  # names of the fields that the prompt does not show
     fields: str = ""  # the whole row as JSON, if `keep_fields` was set in `problem_rows`
 
     @property
@@ -98,41 +82,28 @@ class Row:
 # --- files
 
 
-MOST_ERRORS = 10  # wrong rows that one message names
-
-
 def problem_rows(
     path: str, default: str, keep_fields: bool = False
 ) -> Iterator[tuple[int, Row | None]]:
     """Yields (row number, Row) for each row of a file, with None for the copy of an earlier row. Raises
-    UserError for a wrong file. The error names up to MOST_ERRORS wrong rows.
+    UserError for a wrong file.
 
     default: see `problem_of`. keep_fields: whether to set Row.fields"""
-    seen, wrong = set(), []
+    seen = set()
     for number, row in read_rows(local_file(path)):
         # 64 bits: two of a million different rows have the same hash with probability 3e-8.
-        key = hash(row if isinstance(row, bytes) else repr(row))
+        key = hash(repr(row))
         if key in seen:
             yield number, None
             continue
         seen.add(key)
-        try:
-            row = decoded(row, path, number)
-            found = problem_of(row, f"{path} row {number}", default)
-        except UserError as e:
-            wrong.append(str(e).partition("; needed: "))
-            if len(wrong) == MOST_ERRORS:
-                break
-            continue
+        found = problem_of(row, f"{path} row {number}", default)
         yield number, replace(found, fields=as_json(row)) if keep_fields else found
-    if wrong:
-        raise UserError("; ".join(found for found, *_ in wrong) + "; needed: " + wrong[0][2])
 
 
 def as_json(row: Any) -> str:
     """Returns a row as JSON. Values of types that JSON lacks, such as dates, become texts."""
-    text = json.dumps(row, default=lambda x: f"\0{x}\0" if isinstance(x, JsonNumber) else str(x))
-    return re.sub(r'"\\u0000([^"]*)\\u0000"', r"\1", text)  # numbers as in the file: 1.10, not 1.1
+    return json.dumps(row, default=str)
 
 
 def local_file(path: str) -> str:
@@ -141,17 +112,14 @@ def local_file(path: str) -> str:
     match = HUB.fullmatch(path)
     if Path(path).exists() or not match:
         return path
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
     repo, file = match.groups()
     with explained(
         f"no file {path}, and it can't be downloaded from the Hub",
         f"a file that exists, or first: hf download --repo-type dataset {repo} {file}",
     ):
-        cached = try_to_load_from_cache(repo, file, repo_type="dataset")
-        return (
-            cached if isinstance(cached, str) else hf_hub_download(repo, file, repo_type="dataset")
-        )
+        return hf_hub_download(repo, file, repo_type="dataset")
 
 
 # --- rows
@@ -163,8 +131,9 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     where: file and number of the row, for the error message
     default: how answers are compared ("math", …) if a row has neither the field `reward` nor choices"""
     fields = _fields(row)
-    turns = _turns(_first(fields, *PROBLEM), where)
-    _check_text(turns[-1][1] if turns else None, "problem", _first(fields, *PROBLEM), row, where)
+    problem = _first(fields, *PROBLEM)
+    turns = _turns(problem, where)
+    _check_text(turns[-1][1] if turns else None, "problem", problem, row, where)
     choices = _choices(fields, where)
     if choices and _first(fields, *ANSWER) is None:
         fields = fields | {"answer": _first(fields, "label", "answerKey")}
@@ -177,56 +146,32 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     )
     if kind == "choice" and choices:
         role, text = turns[-1]
-        turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
-        answer = _letter_of(gold, fields, choices, where)
+        turns = (*turns[:-1], (role, _with_choices(text, choices)))
+        answer = _letter_of(gold, choices, fields, where)
     else:
-        answer = _answer(fields, where)
-        if answer and kind == "math":
-            answer = _out_of_list(answer)
-        # A number that is no choice's text may be a choice's index. It is refused, because a right response
-        # with the choice's text would count as wrong.
-        named = not choices or not _is_number(gold) or answer in choices.values()
-        require(
-            named,
-            f"{where} has the answer {answer}, which is none of its choices",
-            'a choice\'s text, or "reward": "choice"',
-        )
+        answer = _answer(fields, kind, where)
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
-    contents = [content for role, content in turns]
-    require(
-        not SURROGATE.search("".join([answer, dataset, *contents])),
-        f"{where} has a lone surrogate, which is not a character",
-        "text in UTF-8",
-    )
-    form = _form(_plain_text(gold) or "")
-    return Row(
-        turns,
-        answer.strip(INVISIBLE),
-        sys.intern(kind),
-        sys.intern(dataset),
-        form,
-        _unused(fields, "".join(_texts(contents)), where),
-    )
+    unused = _unused(fields, problem, turns, where)
+    return Row(turns, answer.strip(), kind, dataset, unused)
 
 
-def _unused(fields, shown, where):
-    """Returns (name, hash of the value) for each field with a text that is not in `shown`. Fields with a name
-    of QUIET are left out. Raises UserError if a field has a name of OF_QUESTION.
+def _unused(fields, problem, turns, where):
+    """Returns the names of the fields with a text that is not in the prompt, without those of the gold answer
+    and of the data set. Raises UserError if such a field has a name of OF_QUESTION.
 
-    shown: words of the prompt, from `_texts`"""
+    problem: the value of the problem's field"""
+    shown = "".join(_texts([content for _, content in turns]))
     found = []
     for name, value in fields.items():
-        of_question = OF_QUESTION.fullmatch(name.casefold())
-        if value is _first(fields, *PROBLEM) or not of_question and QUIET.search(name.casefold()):
+        if name in KNOWN or value is problem or all(text in shown for text in _texts(value)):
             continue
-        if not all(text in shown for text in _texts(value)):
-            require(
-                not of_question,
-                f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
-                "its text in the problem, choices in a field choices, or rows without it",
-            )
-            found.append((name, hash(repr(value))))
+        require(
+            not OF_QUESTION.fullmatch(name.casefold()),
+            f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
+            "its text in the problem, choices in a field choices, or rows without it",
+        )
+        found.append(name)
     return tuple(found)
 
 
@@ -236,9 +181,9 @@ def _texts(value):
     if isinstance(value, dict | list):
         parts = value.values() if isinstance(value, dict) else value
         return [text for part in parts for text in _texts(part)]
-    words = (
-        [] if value in (None, False) or value != value else re.findall(r"\w+|[^\w\s]", str(value))
-    )
+    if value in (None, False) or value != value:
+        return []
+    words = re.findall(r"\w+|[^\w\s]", str(value))
     return [" ".join(["", *words, ""])] if words else []
 
 
@@ -248,9 +193,9 @@ def _fields(row):
     if not isinstance(row, list):
         return row if isinstance(row, dict) else {}
     turns = [turn for turn in row if isinstance(turn, dict)]
-    golds = [turn["ground_truth"] for turn in turns if turn.get("ground_truth") is not None]
+    golds = [turn["ground_truth"] for turn in turns if "ground_truth" in turn]
     return {
-        "prompt": [turn for turn in turns if _first(turn, "value", "content") is not None],
+        "prompt": [turn for turn in turns if "ground_truth" not in turn],
         "answer": golds[-1] if golds else None,
     }
 
@@ -260,24 +205,18 @@ def _first(fields, *names):
 
 
 def _check_text(text, name, value, row, where):
+    found = row if value is None else value
     require(
-        text is not None or not value,
-        f"{where} has no {name} as text (found: {value!a:.80})",
+        text is not None and text.strip() != "",
+        f"{where} has no {name} as text (found: {found!a:.80})",
         EXAMPLE,
     )
-    if text is None or not text.strip(INVISIBLE):
-        found = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise UserError(
-            f"{where} has no {name} (found: {ascii(found)[1:-1]:.80}); needed: {EXAMPLE}"
-        )
 
 
 def _turns(prompt, where):
     """Returns a prompt as pairs (role, content); () if the prompt is neither str nor list. The assistant's
     turns at the end are an example response and are left out."""
     if isinstance(prompt, str):
-        turns = TURNS_AS_TEXT.fullmatch(prompt)
-        require(not turns, f"{where} has a conversation as text", "a list of turns, not a text")
         return (("user", prompt),)
     if not isinstance(prompt, list):
         return ()
@@ -306,11 +245,11 @@ def _dataset(fields, where):
     """Returns the name of the row's data set; "" if the row has none. In Open-Instruct RLVR the field is a
     list of one text."""
     value = _first(fields, "dataset", "data_source")
-    if isinstance(value, list) and len(value) < 2:
-        value = value[0] if value else None
-    text = "" if value is None else _plain_text(value)
-    require(text is not None, f"{where} has the data set {value!a:.80}", "the name of one data set")
-    return text.strip()
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    found = f"{where} has the data set {value!a:.80}"
+    require(value is None or isinstance(value, str), found, "the name of one data set")
+    return (value or "").strip()
 
 
 # --- gold answers
@@ -325,34 +264,26 @@ def _gold(fields):
 
 
 def _is_number(value):
-    return isinstance(value, JsonNumber | int | float | Decimal) and not isinstance(value, bool)
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _plain_text(value):
     """Returns `value` as text if `value` is a text or a finite number, else None."""
     if isinstance(value, str):
         return value
-    if isinstance(value, JsonNumber):
-        return value.text
-    if not _is_number(value) or not math.isfinite(value):
+    if not _is_number(value) or value != value or abs(value) == math.inf:
         return None
     # Some programs write 5 as 5.0 if the column has nulls. Undo this.
     return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _answer(fields, where):
+def _answer(fields, kind, where):
     """Returns the gold answer as text, without its worked solution. Returns None if the row has no gold
     answer that is a text or a number."""
     text = _plain_text(_gold(fields))
-    as_text = isinstance(fields.get("reward_model"), str) and GOLD_AS_TEXT.match(
-        fields["reward_model"]
-    )
-    require(
-        not as_text, f"{where} has its reward_model as text", 'an object: {"ground_truth": "2"}'
-    )
     if text is None:
         return None
-    if _form(text) == "a box":
+    if "\\boxed" in text or "\\fbox" in text:
         boxed = extract(text, "boxed")
         require(
             boxed is not None,
@@ -371,57 +302,32 @@ def _answer(fields, where):
             f"{where} has a solution without a boxed answer",
             r"\boxed{ANSWER}, or a field answer",
         )
+    # In Skywork-OR1 the answer is a JSON list of one text: ["5"].
+    inner = re.fullmatch(r'\["((?:[^"\\]|\\.)*)"\]', text)
+    if inner and kind == "math":
+        return json.loads(f'"{inner[1]}"', strict=False)
     return text
-
-
-def _form(text):
-    """Returns where `text` has the gold answer: in "a box", after "####", or in "the whole text"."""
-    return (
-        "a box"
-        if "\\boxed" in text or "\\fbox" in text
-        else "####"
-        if "####" in text
-        else "the whole text"
-    )
 
 
 def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str]:
-    """Returns warnings, one line each, about rows that may be wrong: 1. rows that have the gold answer in
-    another place than most rows (see `_form`); 2. math problems whose gold answer has several words;
-    3. problems with a match of `special`; 4. fields that no part of the prompt shows (see `_unused`).
+    """Returns warnings, one line each, about problems with a match of `special`, and about fields that no
+    prompt shows.
 
     rows: (number, Row) of one file"""
-    forms = Counter(row.form for _, row in rows)
-    usual = max(forms, key=forms.get, default="")
-    odd = {
-        f"the gold answer is {form}, in most rows {usual}": [
-            n for n, row in rows if row.form == form
-        ]
-        for form in forms.keys() - {usual}
-    }
-    odd["the gold answer has several words"] = [
-        n for n, row in rows if row.kind == "math" and len(WORD.findall(row.answer)) > 1
-    ]
-    odd["the problem has chat markup or special tokens"] = [
-        n for n, row in rows if any(special.search(content) for _, content in row.turns)
-    ]
-    for n, row in rows:
-        for name, _ in row.unused:
-            odd.setdefault(f"the field {name!a:.40} is in no part of the prompt", []).append(n)
-    return [
-        f"in {len(found)} of {len(rows)} rows (the first: {' '.join(map(str, found[:3]))}) {what}"
-        for what, found in odd.items()
-        if found
-    ]
-
-
-def _out_of_list(text):
-    """If `text` is a JSON list of one string, such as ["5"], returns the string. Else returns `text`."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(text) if text.startswith('["') else None
-        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
-            return found[0]
-    return text
+    lines = []
+    marked = [n for n, row in rows if any(special.search(text) for _, text in row.turns)]
+    if marked:
+        lines.append(
+            f"the problem has chat markup or special tokens in {len(marked)} of {len(rows)} rows, "
+            f"first in row {marked[0]}"
+        )
+    unused = Counter()
+    for _, row in rows:
+        unused.update(row.unused)
+    if unused:
+        names = ", ".join(f"{name!a:.40} ({count})" for name, count in unused.items())
+        lines.append(f"fields that no prompt shows, and their numbers of rows: {names}")
+    return lines
 
 
 # --- choices
@@ -430,92 +336,68 @@ def _out_of_list(text):
 def _choices(fields, where):
     """Returns the row's choices as a dict: letter -> text. It is empty if the row has no choices."""
     found = _first(fields, "choices", "options") or {}
-    pairs = [(None, found)]
-    if isinstance(found, dict):
-        # In Parquet, missing letters are null.
-        pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
-        if isinstance(found.get("text"), list):  # ARC
-            pairs = itertools.zip_longest(found.get("label") or (), found["text"])
+    if not isinstance(found, dict | list):
+        pairs = [("", None)]
     elif isinstance(found, list):
-        pairs = itertools.zip_longest(string.ascii_uppercase[: len(found)], found)
-        if all(isinstance(choice, dict) for choice in found):
-            pairs = [(choice.get("label"), choice.get("text")) for choice in found]
-    pairs = [(str(letter), _plain_text(text)) for letter, text in pairs]
-    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in pairs)
+        pairs = list(itertools.zip_longest(string.ascii_uppercase[: len(found)], found))
+    elif isinstance(found.get("text"), list):  # ARC
+        pairs = list(itertools.zip_longest(found.get("label") or (), found["text"]))
+    else:  # in Parquet, missing letters are null
+        pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
+    choices = {str(letter): _plain_text(text) for letter, text in pairs}
+    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in choices.items())
     require(
-        right and len(dict(pairs)) == len(pairs),
+        right and len(choices) == len(pairs),
         f"{where} has over 26 choices, or one that is not a text (found: {found!a:.80})",
         '"choices": ["5", "6"], or {"A": "5", "B": "6"}',
     )
-    # Choices that begin with their letters, such as "A) 5", are read without them.
-    bare = {letter: re.sub(rf"^\s*\(?{letter}[.):]\s*", "", text) for letter, text in pairs}
-    return bare if all(bare[letter] not in ("", text) for letter, text in pairs) else dict(pairs)
+    return choices
 
 
-def _with_choices(text, choices, where):
-    """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices."""
+def _with_choices(text, choices):
+    """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices. A
+    choice that begins with its letter, such as "(A) 5", gets no second one."""
     words = " ".join(text.split())
-    if all(
-        re.search(rf"(?:^|\s)\(?{letter}[.):]\s*{re.escape(' '.join(choice.split()))}(?!\w)", words)
-        for letter, choice in choices.items()
-    ):
-        return text
-    lists_others = all(
-        re.search(rf"^\s*\(?{letter}[.):]", text, re.MULTILINE) for letter in choices
-    )
-    require(
-        not lists_others,
-        f"{where}: its problem lists other choices than its field choices",
-        "the same choices in both",
-    )
-    return "\n".join([text, *(f"{letter}. {choice}" for letter, choice in choices.items())])
+    lines = [text]
+    listed = True
+    for letter, choice in choices.items():
+        start = rf"\(?{letter}[.):]"
+        lines.append(choice if re.match(start, choice) else f"{letter}. {choice}")
+        choice = re.escape(" ".join(choice.split()))
+        listed = listed and re.search(rf"(?:^|\s){start}\s*{choice}(?!\w)", words)
+    return text if listed else "\n".join(lines)
 
 
-def _letter_of(gold, fields, choices, where):
+def _letter_of(gold, choices, fields, where):
     """Returns the letter of the right choice. gold: an index from 0, a letter, or the text of a choice"""
     if _is_number(gold):
-        index = re.fullmatch(r"(\d{1,2})(\.0+)?", _plain_text(gold) or "")
-        found = list(choices)[int(index[1]) :][:1] if index else []
+        index = _plain_text(gold) or ""
+        found = list(choices)[int(index) :][:1] if index.isdecimal() else []
     else:
-        text = (_answer(fields, where) or "").strip()
-        found = [letter for letter, choice in choices.items() if text in (letter, choice.strip())]
-        # With the choices {"A": "B", "B": "C"}, the answer "B" is a letter. With the choices ["B", "C"], the
-        # answer "B" is refused: it may be a letter or a text.
-        names_letters = isinstance(_first(fields, "choices", "options"), dict)
-        if not found or (names_letters and text in choices):
-            found = [letter for letter in choices if grade(text, letter, "choice")]
-        require(
-            len(found) < 2,
-            f"{where} has the answer {text!a:.80}, which fits {len(found)} choices",
-            f"one of {', '.join(choices)}",
-        )
+        text = (_answer(fields, "choice", where) or "").strip()
+        found = [
+            letter
+            for letter, choice in choices.items()
+            if text == choice.strip() or grade(text, letter, "choice")
+        ]
     require(
         len(found) == 1,
-        f"{where} has the answer {gold!a:.80}, which is none of its choices",
+        f"{where} has the answer {gold!a:.80}, which fits {len(found)} of its choices",
         f"one of {', '.join(choices)}, or a choice's text, or its index from 0",
     )
     return found[0]
 
 
-@dataclass(frozen=True, slots=True)
-class JsonNumber:
-    """A number from a JSON file. Its text keeps the digits: 1.10 does not become 1.1."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
+# --- files
 
 
-ROW = json.JSONDecoder(parse_float=JsonNumber, parse_int=JsonNumber)
 BOM = b"\xef\xbb\xbf"
 READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet or Arrow"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl, .parquet or .arrow
-    file. A row that is one line of JSON is yielded as bytes, for `decoded`. Raises UserError if the file has
-    no row or can't be read."""
+    file. Raises UserError if the file has no row or can't be read."""
     file, row = data_file(path), None
     if file.suffix in (".parquet", ".arrow"):
         rows = _arrow_rows(file)
@@ -526,17 +408,6 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     for row in rows:
         yield row
     require(row is not None, f"{path} is empty", "at least one row")
-
-
-def decoded(row: Any, path: str, number: int) -> Any:
-    """Returns a row of `read_rows`, with a line of JSON decoded. Raises UserError if the line is no JSON."""
-    if not isinstance(row, bytes):
-        return row
-    with explained(f"{path} row {number} can't be read", READABLE):
-        try:
-            return ROW.decode(row.decode().rstrip())
-        except json.JSONDecodeError as e:  # its own text would say line 1
-            raise ValueError(f"{e.msg}: line {number} column {e.colno}") from None
 
 
 def _arrow_rows(file):
@@ -557,10 +428,11 @@ def _line_rows(file):
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                yield number, line
+                with explained(f"{file} row {number} can't be read", READABLE):
+                    yield number, json.loads(line.decode().rstrip())
 
 
 def _list_rows(file):
     with explained(f"{file} can't be read", READABLE):
-        rows = ROW.decode(file.read_text(encoding="utf-8-sig"))
+        rows = json.loads(file.read_text(encoding="utf-8-sig"))
     return enumerate(rows, 1)

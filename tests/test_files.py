@@ -21,7 +21,6 @@ from test_ckpt import copy_of, marked, small, tree
 
 import ckpt
 import configs
-import data
 import dist
 import train
 from configs import UserError, checked
@@ -490,43 +489,6 @@ def test_end_tokens_that_are_no_ids_are_one_line(tiny, tmp_path, ids):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(UserError, match="eos_token_id in .*model is .*; needed: ids of tokens"):
         eos_ids(str(folder), load_tokenizer(str(folder)), load_config(str(folder)))
-
-
-ENDLESS = ["{{ 'a' * 10**10 }}", "{{ 'a' * 10**9 }}", "{{ 10**10**8 }}", "{{ (10**10**6) ** 10**6 }}",
-           "{{ '%10000000000d' % 1 }}", "{{ 'a' | center(10**10) }}", "{{ ('a,' * 10**9).split(',') }}",
-           "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-           "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-           "{{ 'x' | indent(10**10, true) }}", "{{ [0] * 10**10 }}", "{{ 'ab' | replace('', 'x' * 10**9) }}"]
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_takes_all_memory_or_time_in_c_code_is_refused(template):
-    tokenizer, began = make(), time.monotonic()
-    tokenizer.chat_template = template
-    with pytest.raises(UserError, match="the chat template (refuses the row's turns|doesn't show)") as said:
-        data.prompt_encoder("chat", tokenizer)([("user", "12+3=")])
-    assert time.monotonic() - began < 60 and "\n" not in str(said.value)
-    tokenizer.chat_template = "{{ 2**10 }}{{ messages[0].content }}"
-    assert data.prompt_encoder("chat", tokenizer)([("user", "1")]) == tokenizer("10241").input_ids
-
-
-def test_a_long_prompt_is_dropped_before_it_is_tokenized(tmp_path, monkeypatch):
-    """A text of 50 MB. Tokenizing it takes minutes and gigabytes."""
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 25_000_000, "answer": "3"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer, said, began = make(), [], time.monotonic()
-    lengths = []
-
-    class Spy(type(tokenizer)):
-        def __call__(self, text, **options):
-            lengths.append(len(text))
-            return super().__call__(text, **options)
-
-    tokenizer.__class__ = Spy
-    cfg = dataclasses.replace(configs.PRESETS["tiny-ppo"], data=())
-    found = data.load_problems([f"{tmp_path}/a.jsonl"], tokenizer, cfg, said.append)
-    assert [p.text for p in found] == ["1+1="] and "dropped 1 prompts over 16 tokens" in said[-1]
-    assert max(lengths) < 1000 and time.monotonic() - began < 30
 
 
 # --- one line for strange paths

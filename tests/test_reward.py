@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, run, wait_until
 
+import reward
 from configs import UserError
 from data import Problem
 from grading import worker
@@ -59,14 +60,17 @@ def alive(pid: int) -> bool:
 def ready(grader: Grader, spec: str) -> bool:
     """Waits for the Grader's server. Returns whether the reward function `spec` ran."""
     grader.submit("ready", "0", "", True, custom=spec)
-    found = grader.results()["ready"]
-    grader._size = 1  # later requests are sent immediately, one by one
-    return found.reason != "error"
+    return grader.results()["ready"].reason != "error"
 
 
 def graded(grader: Grader) -> int:
-    grader._exchange(0)
+    grader._read(0)
     return len(grader._grades)
+
+
+def server_of(grader: Grader) -> subprocess.Popen:
+    """Returns the process of the first function's server."""
+    return grader.servers[0].process
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +134,8 @@ def test_exact_is_equal_text_and_an_unknown_kind_is_an_error(grader):
     assert not grade("", "", "exact") and not grade(" ", "") and not grade("", "5")
     with pytest.raises(UserError, match="maths.*needed: one of math, choice, exact"):
         grade("1", "1", "maths")
-    for response in ("no answer", "<answer>\\boxed{1}</answer>"):
-        with pytest.raises(UserError, match="answer kind 'vibes' is unknown; needed: one of math"):
-            grader.submit(0, response, "1", True, "vibes")
+    with pytest.raises(UserError, match="answer kind 'vibes' is unknown; needed: one of math"):
+        grader.submit(0, boxed("2"), "1", True, "vibes")
     assert grader.results() == {}
 
 
@@ -160,16 +163,16 @@ def test_waiting_in_the_queue_does_not_count(custom):
 
 
 def test_equal_answers_are_graded_once_and_each_grade_is_returned_once(grader):
-    before = grader._count
-    grader._size = 16  # the Grader sends requests when it has 16 different ones
+    server = grader.comparisons
+    grader.submit("warm", boxed("x+1"), "1+x", True)
+    grader.results()
+    os.kill(server.process.pid, signal.SIGSTOP)  # so no grade arrives before all answers are submitted
+    before = server.count
     for i in range(500):
         grader.submit(i, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
-    assert len(grader._pending) <= 1  # 0 if the worker has already replied
-    first = grader.results()
-    grader.submit(0, boxed(r"\sqrt{12345}"), r"\sqrt{12345} + 0", True)
-    assert not grader._pending  # the grade came from the cache
-    assert grader.results() == {0: first[0]} == {0: Grade(1.0, "correct", r"\sqrt{12345}")}
-    assert len(first) == 500 and grader._count == before + 1 and grader.results() == {}
+    os.kill(server.process.pid, signal.SIGCONT)
+    assert grader.results() == dict.fromkeys(range(500), Grade(1.0, "correct", r"\sqrt{12345}"))
+    assert server.count == before + 1 and grader.results() == {}
 
 
 def test_each_reason_occurs(grader, custom):
@@ -225,16 +228,16 @@ def test_hostile_answers_end_within_the_deadline():
 # --- custom rewards
 
 @pytest.mark.parametrize(("spec", "message"), [
-    ("score", "'score' is malformed; needed: path/to/file.py:function"),
-    ("mine.py", "malformed"), ("mine.txt:score", "can't use .*No such file"),
+    ("score", "can't use score .*; needed: path/to/file.py:function"), ("mine.py", "can't use mine.py "),
+    ("mine.txt:score", "can't use .*No such file"),
     ("{dir}/mine.py:", r"no function ''\); needed: path/to/file.py:function"),
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
     ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"),
     ("{dir}/verl.py:score", "missing a required argument: 'data_source'"),
     ("{dir}/any.py:score", "unexpected keyword argument"),
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
-    ("{dir}/leaves.py:score", r"can't use --(env|reward) /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
-    ("{dir}/dies.py:score", "can't use .*its import ends the process"),
+    ("{dir}/leaves.py:score", r"can't use /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
+    ("{dir}/dies.py:score", "can't use .*its import ended"),
     ("{dir}/names.py:score", "can't use .*missing a required argument")])
 @pytest.mark.parametrize("environment", [False, True])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message, environment):
@@ -382,14 +385,13 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
     """The 4 calls wait for each other, so they need `parallel`. `seconds` replaces the deadline."""
     spec = custom("""
-        parallel = 4
+        parallel, seconds = 4, 30
         def score(row, response, sample, problem):
             folder = os.path.dirname(__file__)
             open(f"{folder}/call{row['weights'][1]}", "w").close()
             while len(os.listdir(folder)) < 5:
                 time.sleep(0.1)
             return row["weights"][1] * sample["tokens"] * ((problem, response) == ("p", "r"))
-        score.seconds = 30
     """)
     with Grader(workers=1, deadline=0.1, customs=[spec]) as grader:
         for i in range(4):
@@ -404,13 +406,13 @@ def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
     monkeypatch.setattr(worker, "TELL", 0.5)
     spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
-    say = lambda text: (told.append(text), stop.extend([1] * (stops and "calls" in text)))  # noqa: E731
+    say = lambda text: (told.append(text), stop.extend([1] * (stops and "40 calls" in text)))  # noqa: E731
     with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
             grader.submit(i, "99", str(i), True, custom=spec)
         assert [g.reason for g in grader.results().values()] == ["timeout"] * 40
-        assert re.fullmatch(rf"waits up to 3\d\d s more for the import of {spec}", told[0])
-        assert any(f"grading: waits for 40 calls of {spec}; the last 0 timed out" in text for text in told)
+        assert told[0] == f"grading: waits for 0 calls of {spec}"  # its import
+        assert f"grading: waits for 40 calls of {spec}" in told
         if not stops:
             with pytest.raises(UserError, match=r"mine.py:score timed out or ended .* in a row; needed: "):
                 grader.check()
@@ -482,7 +484,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
 def test_a_killed_worker_fails_only_its_answer(custom):
     spec = custom(SLOW)
     with Grader(workers=2, deadline=20, customs=[spec]) as grader:
-        server = grader._process.pid
+        server = server_of(grader).pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
         time.sleep(0.5)  # by now a worker is grading the answer
@@ -502,7 +504,7 @@ def test_a_killed_idle_worker_fails_no_answer(custom):
         for i in range(3):
             grader.submit(i, "0.01", "", True, custom=spec)
             assert grader.results()[i].reason == "correct"
-            for worker in children(grader._process.pid):
+            for worker in children(server_of(grader).pid):
                 os.kill(worker, signal.SIGKILL)
             time.sleep(0.5)
 
@@ -513,11 +515,11 @@ def test_a_killed_server_is_replaced_and_its_answers_are_graded(custom):
         for i in range(10):
             grader.submit(i, "0.3", str(i), True, custom=spec)
         assert wait_until(lambda: graded(grader) >= 2)
-        workers = children(grader._process.pid)
-        os.kill(grader._process.pid, signal.SIGKILL)
+        workers = children(server_of(grader).pid)
+        os.kill(server_of(grader).pid, signal.SIGKILL)
         assert [g.reason for g in grader.results().values()] == ["correct"] * 10
         assert wait_until(lambda: not any(map(alive, workers)))
-        os.kill(grader._process.pid, signal.SIGKILL)  # kills the new, idle server
+        os.kill(server_of(grader).pid, signal.SIGKILL)  # kills the new, idle server
         grader.submit("next", "0", "", True, custom=spec)
         assert grader.results()["next"].reason == "correct"
         grader.check()
@@ -533,39 +535,24 @@ def test_a_server_that_dies_twice_is_an_error(custom):
     with Grader(customs=[spec]) as grader:
         grader.submit(0, "x", "", True, custom=spec)
         assert grader.results()[0].reason == "timeout"
-        with pytest.raises(UserError, match=f"died or stalled twice while it called {spec}; needed: "):
+        with pytest.raises(UserError, match=f"can't use {spec}: a call ended or stopped its server; needed"):
             grader.check()
-        grader.known, grader.failure = {}, ""  # as without functions
-        grader._start()
-        grader.submit(0, boxed("x+1"), "1+x", True)
-        kill = threading.Thread(target=lambda: [kill_server(grader) for _ in range(2000)], daemon=True)
-        kill.start()
-        with pytest.raises(RuntimeError, match="died or stalled twice, 1 left"):
-            grader.results()
 
 
-def kill_server(grader):
-    if grader._process:
-        grader._process.kill()
-    time.sleep(0.01)
-
-
-def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
+def test_a_stalled_server_is_replaced(custom):
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec]) as grader:
         assert ready(grader, spec)
-        os.kill(grader._process.pid, signal.SIGSTOP)
-        start = time.monotonic()
+        os.kill(server_of(grader).pid, signal.SIGSTOP)
         for i in range(10):
-            grader.submit(i, f"{i}" * 1_000_000, "", True, custom=spec)
-        assert time.monotonic() - start < 10
+            grader.submit(i, f"{i}" * 1_000, "", True, custom=spec)
         grader.patience = 2.0
-        assert [g.reward for _, g in sorted(grader.results().items())] == [1_000_000] * 10
+        assert [g.reward for _, g in sorted(grader.results().items())] == [1_000] * 10
 
 
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
-    """`held`: whether another child of the trainer keeps the stdin of `grader._process` open."""
+    """`held`: whether another child of the trainer keeps the server's connection open."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass")
     code = f"""if True:
         import os, sys, time
@@ -573,13 +560,12 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
         grader = Grader(workers=2, deadline=60, customs=[{spec!r}])
         grader.submit(0, "short", "y", True, custom={spec!r})
         grader.results()
-        grader._size = 1  # the next request is sent at once
         grader.submit(0, "x", "y", True, custom={spec!r})
         if {held} and os.fork() == 0:
             time.sleep(20)
             os._exit(0)
         time.sleep(0.5)
-        print(grader._process.pid, flush=True)
+        print(grader.servers[0].process.pid, flush=True)
         time.sleep(60)"""
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True)
     server = int(trainer.stdout.readline())
@@ -598,8 +584,8 @@ def test_ctrl_c_does_not_end_the_server(custom):
     with Grader(customs=[spec]) as grader:
         assert ready(grader, spec)
         grader.submit(0, "1", "", True, custom=spec)
-        os.killpg(grader._process.pid, signal.SIGINT)
-        assert os.getpgid(grader._process.pid) != os.getpgid(0)
+        os.killpg(server_of(grader).pid, signal.SIGINT)
+        assert os.getpgid(server_of(grader).pid) != os.getpgid(0)
         assert grader.results()[0].reason == "correct"
 
 
@@ -612,41 +598,32 @@ def dry_run(tmp_path, lines: list[str], *arguments: str) -> subprocess.Completed
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_dry_run_prints_the_reasons_and_the_first_failures(tmp_path):
-    rows = [{"response": boxed("5"), "answer": "5"},
-            {"response": boxed("D."), "answer": "D", "kind": "choice"},
-            {"response": boxed("4"), "answer": "5"}, {"response": "?\udcff", "answer": "5"},
-            {"response": boxed("5"), "answer": "5", "stopped": False}]
-    done = dry_run(tmp_path, [json.dumps(row) for row in rows])
-    assert done.returncode == 0, done.stderr
-    counts = dict(line.split()[:2] for line in done.stdout.splitlines()[:6])
-    assert counts == dict(correct="2", partial="0", wrong="1", unparsed="1", truncated="1", timeout="0")
-    assert "mean accuracy 0.4000, weight 1\n" in done.stdout
-    assert "row 3, wrong: '4', gold '5'" in done.stdout and "row 4, unparsed: None" in done.stdout
-
-
 def test_dry_run_takes_the_terms_of_training(tmp_path):
     """A run's saved samples can be graded again. A reward function then gets the data row as `row`."""
     (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
     rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
             for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]
+    rows += [{"response": boxed("1"), "answer": "1", "row": {"n": 0.5}, "stopped": False}]
     done = dry_run(tmp_path, [json.dumps(row) for row in rows], "--reward", "math", "format=0.5",
                    f"{tmp_path}/my.py:score=2", f"own@{tmp_path}/my.py:score")
-    for line in ("partial          1   25.0%\n", "mean accuracy 0.3333, weight 1\n",
-                 "mean score 0.3750, weight 2\n", "mean format 0.5000, weight 0.5\n"):
-        assert line in done.stdout, done.stdout + done.stderr
-    assert f"by zero ({tmp_path}/my.py, line 2)']; needed: " in done.stderr and done.returncode == 1
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[:-1] == [
+        "accuracy correct 1", "accuracy truncated 1", "accuracy unparsed 2", "own partial 1", "score error 1",
+        "score partial 3", "score truncated 1", "mean accuracy 0.2500, weight 1",
+        "mean score 0.3000, weight 2", "mean own 0.5000, weight 1", "mean format 0.4000, weight 0.5"]
+    assert f"by zero ({tmp_path}/my.py, line 2)" in lines[-1]
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("[1]", "row 2: not a JSON object"), ("{", "row 2 can't be read"),
-    ('{"response": "x"}', "row 2: 'answer' is None; needed: str"),
-    ('{"response": 1, "answer": "x"}', "'response' is 1; needed: str (columns: response, answer)"),
-    ('{"response": "x", "answer": "x", "kind": "y"}', "row 2: 'kind' is 'y'; needed: one of math")])
+    ("[1]", "row 2 can't be graded (TypeError"), ("{", "row 2 can't be read"),
+    ('{"response": "x"}', "row 2 can't be graded (KeyError: 'answer')"),
+    ('{"response": 1, "answer": "x"}', "row 2 can't be graded (AttributeError")])
 def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
-    done = dry_run(tmp_path, ['{"response": "x", "answer": "x"}', line])
-    assert done.returncode == 1 and done.stdout == ""
-    assert message in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "r.jsonl").write_text('{"response": "x", "answer": "x"}\n' + line)
+    with pytest.raises(UserError) as error:
+        reward.dry_run(f"{tmp_path}/r.jsonl")
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_importing_is_light_and_starts_nothing():
@@ -679,41 +656,6 @@ def test_no_file_of_a_user_stands_in_for_the_standard_library(place, tmp_path, m
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("body", [
-    "for n in range(3, 64):\n  try: os.write(n, b'[1, 2]\\n' * 99)\n  except OSError: pass",
-    "os.closerange(3, 64)", "[os.dup2(2, n) for n in range(3, 64)]",
-    "for n in range(3, 64):\n  try: os.write(n, b'\\xff' * 9999)\n  except OSError: pass"])
-@pytest.mark.parametrize("at", ["call", "import"])
-def test_a_function_may_do_what_it_likes_with_descriptors_below_64(custom, body, at):
-    lines = "\n".join(f"    {line}" for line in body.split("\n"))
-    code = f"def f():\n{lines}\n" + ("f()\n" if at == "import" else "")
-    Path(spec := custom("")[:-6]).write_text(f"import os\n{code}def score(response):\n    f()\n    return 1")
-    spec += ":score"
-    with Grader(workers=2, customs=[spec]) as grader:
-        for i in range(8):
-            grader.submit(i, str(i), "", True, custom=spec)
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 9, grader.errors
-
-
-def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
-    spec = custom("""
-        def score(response):
-            for n in range(3, 1024) if response == "all" else ():
-                try: os.write(n, b"[1, 2]\\n" * 99)
-                except OSError: pass
-            return 1
-    """)
-    with Grader(workers=1, deadline=0.5, customs=[spec]) as grader:
-        grader.patience = 20
-        grader.submit("all", "all", "", True, custom=spec)
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        grades = grader.results()
-        assert grades["compared"].reason == "correct"
-        assert grades["all"].reason in ("error", "timeout") or grader.failure
-
-
-
 @pytest.mark.parametrize("error", ["raise ValueError", "raise SystemExit", "return 1", "raise self",
                                    "raise KeyboardInterrupt", "os._exit(3)", "while True: pass"])
 def test_an_error_whose_text_raises_is_an_error(custom, error):
@@ -728,29 +670,23 @@ def test_an_error_whose_text_raises_is_an_error(custom, error):
         for i in range(3):
             grader.submit(i, str(i), "", True, custom=spec)
         assert {g.reason for g in grader.results().values()} <= {"error", "timeout"}
-        assert grader._late >= 3 or any("Bad: (its text raises" in text for text in grader.errors.values())
+        assert grader.errors or grader.servers[0].late >= 3
 
 
-PATCHES = {"import": "import builtins\nbuiltins.len = lambda x: 99\nbuiltins.extra = 1\ndel builtins.abs\n",
-           "call": ""}
-
-
-@pytest.mark.parametrize("when", PATCHES)
-def test_builtins_that_one_function_replaces_are_not_those_of_others(tmp_path, when):
-    patch = "import builtins; builtins.len = lambda x: 99; import math; math.sqrt = len; os.chdir('/')"
-    seen = 99 if when == "call" else 3  # the file's own patch lasts as long as its import or call
-    (tmp_path / "a.py").write_text(f"import os\n{PATCHES[when]}def score(response):\n    "
-                                   f"{patch if when == 'call' else ''}\n    return len('abc') == {seen}\n")
+@pytest.mark.parametrize("when", ["import", "call"])
+def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path, when):
+    patch = "import builtins, math; builtins.abs = math.sqrt = lambda x: 99; os.chdir('/')"
+    at_import, at_call = (patch, "") if when == "import" else ("", patch)
+    (tmp_path / "a.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
+                                   "    return abs(-1) == 99\n")
     (tmp_path / "b.py").write_text("import math, os\ndef score(response):\n"
-                                   "    return len('abc') == 3 and math.sqrt(4) == 2 and abs(-1) == 1 "
-                                   "and os.getcwd() != '/'\n")
-    a, b = f"{tmp_path}/a.py:score", f"{tmp_path}/b.py:score"
-    for order in ([a, b], [b, a]):
-        with Grader(workers=1, customs=order) as grader:
-            for i in range(12):
-                grader.submit(i, str(i), "", True, custom=order[i % 2])
-            grader.submit("compared", boxed("x+1"), "1+x", True)
-            assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+                                   "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
+    specs = [f"{tmp_path}/{name}.py:score" for name in "ab"]
+    with Grader(workers=1, customs=specs) as grader:
+        for i in range(12):
+            grader.submit(i, str(i), "", True, custom=specs[i % 2])
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
 
 
 STARTS = {"child": "subprocess.Popen(['sleep', '77'])",
@@ -767,7 +703,7 @@ def test_no_process_of_a_function_outlives_the_grader(custom, how):
         for i in range(3):
             grader.submit(i, str(i), "", True, custom=spec)
         grader.results()
-        mark = grader._mark.encode()
+        mark = grader.servers[0].mark.encode()
         assert bool(grader.failure) == (how == "killer")
         if how == "killer":
             assert spec in grader.failure

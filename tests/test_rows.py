@@ -25,7 +25,6 @@ import dist
 import rollout
 from configs import PRESETS, UserError
 from grading import rows
-from grading.rows import ROW
 from grading.worker import Grader
 from guard import checks
 from guard.identity import fingerprint
@@ -91,39 +90,32 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     '{"question": "1+1= (A) 5 (B) 2", "choices": ["5", "2"], "answer": 1}':
         ("1+1= (A) 5 (B) 2", "B", "choice"),
     '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
-    '{"question": "1+1=", "choices": {"A": "B", "B": "A"}, "answer": "A"}':
-        (f"{Q}\nA. B\nB. A", "A", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # Invisible characters at both ends of an answer are removed. An answer of the kind math may be a list of
-    # one item, as text: ["2"] becomes 2. Skywork-OR1 has such answers.
-    r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
+    # An answer of the kind math may be a list of one item, as text: ["2"] becomes 2. Skywork-OR1 has such
+    # answers.
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
         (Q, r"\frac{1}{2}", "math"),
-    r'{"prompt": "1+1=", "answer": "[\"2\", DEEP"}': (Q, '["2", ' + "[" * 99_999, "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
-    # A number keeps its digits: 1.10 does not become 1.1.
-    **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, x, "math") for x in
-       ("1.10", "1e3", "0.30", "-0", "7" * 400, "7" * 5000)},
+    **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, y, "math") for x, y in
+       (("1.50", "1.5"), ("1e3", "1000"), ("-3.0", "-3"), ("7" * 400, "7" * 400))},
     # The field `reward` sets the kind of answer, also in a row with choices.
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
     '{"prompt": "1+1=", "answer": "2", "choices": ["1", "2"], "reward": "math"}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": 2, "choices": [1, 2], "reward": "math"}': (Q, "2", "math"),
     '{FOUR, "answer": "B", "reward": "exact"}': (Q, "B", "exact"),
-    r'{"prompt": "[{\"role\": 1}] holds?", "answer": "2"}': ('[{"role": 1}] holds?', "2", "math"),
     r'{"prompt": "1+1=", "ground_truth": "{\"keywords\": 2}"}': (Q, '{"keywords": 2}', "math")}
 
 # Row that is refused -> words of the error message.
 REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
-       ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
+       ('""', '{"role": "user"}', "ASSISTANT", "BLANK")},
     '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
     '{"prompt": "x", "answer": ["1", "2"]}': "no answer as text (found: ['1', '2'])",
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
-    r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
     '{"prompt": NARRATOR, "answer": "2"}': "an unknown role",
@@ -140,27 +132,13 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
     '{"prompt": "1+1=", "reward_model": {"style": "rule"}}': "no answer",
     **{f'{{"prompt": "1+1=", "answer": "2", "reward": {kind}}}': "unknown reward" for kind in
        ('"vibes"', "1", "[]", '["math"]', '""', "false")},
-    **{f'{{FOUR, "answer": {x}}}': "none of its choices" for x in
+    **{f'{{FOUR, "answer": {x}}}': "fits 0 of its choices" for x in
        ("4", "-1", '"E"', "0.5", "true", "null")},
-    '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 choices",
-    '{"question": "1+1=", "choices": ["B", "A"], "answer": "A"}': "fits 2 choices",
+    '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 of its choices",
+    **{f'{{"question": "1+1=", "choices": {x}, "answer": "A"}}': "fits 2 of its choices" for x in
+       ('["B", "A"]', '{"A": "B", "B": "A"}')},
     **{f'{{"question": "1+1=", "choices": {x}, "answer": 0}}': "over 26 choices, or one that" for x in
        ('["1", null]', '"1 or 2"', '{"1": "x"}', "MANY")},
-    r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "problem lists other choices",
-    r'{"prompt": "1+1=\ud800", "answer": "2"}': "lone surrogate",
-    r'{"prompt": "1+1=", "answer": "2\udfff"}': "lone surrogate",
-    r'{"question": "1+1=", "choices": ["\ud800", "2"], "answer": 1}': "lone surrogate",
-    '{"prompt": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}], "answer": "2"}':
-        "lone surrogate",
-    # With the reward "choice", a number may be an index. With "math" or "exact", it must be a choice's text.
-    '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
-    '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
-    # A list or an object, written as a string.
-    r'{"prompt": "[{\"role\": \"user\", \"content\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
-    r'{"messages": " [{\"from\": \"human\", \"value\": \"1+1=\"}]", "answer": "2"}': "a conversation as text",
-    r'{"prompt": "1+1=", "reward_model": "{\"ground_truth\": \"2\"}"}': "reward_model as text",
-    r"""{"prompt": "1+1=", "reward_model": "{'ground_truth': '2'}"}""": "reward_model as text",
-    r"""{"prompt": "[{'role': 'user', 'content': '1+1='}]", "answer": "2"}""": "a conversation as text",
     **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read")}
 
 
@@ -195,8 +173,6 @@ def write_parquet(path: Path, line: str) -> None:
     if not isinstance(row, dict) or any(isinstance(v, list) and v and len({type(x) for x in v}) > 1
                                         for v in row.values()):
         pytest.skip("not a Parquet row")
-    if any(s in line for s in ("1.10", "1e3", "0.30", "-0}")):
-        pytest.skip("a number that Parquet doesn't keep as text")
     parquet.write_table(pa.Table.from_pylist([row]), path)
 
 
@@ -213,18 +189,17 @@ def test_any_other_row_is_refused_in_one_line_with_file_and_row(line, form, tmp_
     assert message.startswith(str(path) if no_json else f"{path} row 2")
     assert "\n" not in message and len(message) < 500
     assert REFUSED[line] in message and "needed: " in message
-    message.encode()  # an error if the message has a lone surrogate
 
 
 @pytest.mark.parametrize("fields,dataset", [
     ("", ""), ('"dataset": "gsm8k"', "gsm8k"), ('"dataset": ["gsm8k"]', "gsm8k"), ('"dataset": " a "', "a"),
-    *((f'"dataset": {nothing}', "") for nothing in ("[]", "null", '[""]', "[null]")), ('"dataset": 5', "5"),
+    *((f'"dataset": {nothing}', "") for nothing in ("null", '[""]', "[null]")), ('"dataset": 5', None),
     ('"data_source": "openai/gsm8k"', "openai/gsm8k"), ('"dataset": null, "data_source": "d"', "d"),
     ('"dataset": "a", "data_source": "b"', "a"),
     *((f'"{name}": {several}', None) for name in ("dataset", "data_source")
       for several in ('["a", "b"]', '{"name": "a"}', "true", '[["a"]]', "NaN"))])
 def test_a_row_names_one_data_set_as_rlvr_or_verl_do(fields, dataset):
-    row = ROW.decode('{"prompt": "1+1=", "answer": "2"%s}' % (fields and f", {fields}"))
+    row = json.loads('{"prompt": "1+1=", "answer": "2"%s}' % (fields and f", {fields}"))
     error = pytest.raises(UserError, match="has the data set .*; needed: the name of one data set$")
     with error if dataset is None else nullcontext():
         assert rows.problem_of(row, "row 1").dataset == dataset
@@ -300,7 +275,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
                                             rf"ssistant\).*--template {template}.*needed: --template chat"):
             load(path, tokenizer, replace(CFG, template=template))
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
-    with pytest.raises(UserError, match="row 2: the chat template refuses the row's turns"):
+    with pytest.raises(UserError, match="row 2: the chat template refuses its turns"):
         load(path, tokenizer, replace(CFG, template="chat"))
     path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn is no chat
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
@@ -311,17 +286,14 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "doesn't show the system turn",
     "{{ messages[0].content }}": "doesn't show the user turn",
     "{{ messages[-1].content[:9] }}": "doesn't show the system turn",
-    TURNS + "{{ messages | length + 'x' }}": r"refuses the row's turns \(TypeError: ",
-    TURNS + "{{ messages[0].name.first }}": r"refuses the row's turns \(UndefinedError: ",
-    TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses the row's turns \(ZeroDivisionError: ",
-    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
-        r"refuses the row's turns \(TimeoutError: no end after 1 CPU",
-    TURNS + "{% if %}": r"refuses the row's turns \(TemplateSyntaxError: "}
+    TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
+    TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
+    TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
+    TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: "}
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
@@ -384,17 +356,15 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
                      rng.choice(["answer", "solution"]): random_json(rng, 3),
                      rng.choice(["choices", "dataset", "other"]): choices,
                      **(value if isinstance(value, dict) else {})}
-        value = ROW.decode(json.dumps(value))
+        value = json.loads(json.dumps(value))
         try:
             row = rows.problem_of(value, "f.jsonl row 3")
         except UserError as e:
             assert str(e).startswith("f.jsonl row 3") and "\n" not in str(e) and len(str(e)) < 400, value
-            str(e).encode()
             counts["refused"] += 1
         else:
             assert type(row.answer) is str and row.answer.strip() and row.text.strip(), value
             assert row.kind in ("math", "choice", "exact"), value
-            (row.text + row.answer).encode()
             counts["read"] += 1
     assert min(counts.values()) > 1000, counts
 
@@ -498,30 +468,15 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     assert len(data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)) == 5
 
 
-def test_gold_answers_of_another_form_or_of_several_words_are_told(tokenizer, tmp_path):
-    """The third row has no ####, so its whole sentence is the gold answer."""
-    path, told = tmp_path / "d.jsonl", []
-    answers = ["so #### 5", "so #### 6", "the sum is 7", "so #### 8"]
-    lines = [json.dumps({"question": Q * i, "answer": a}) + "\n" for i, a in enumerate(answers, 1)]
-    path.write_text("".join(lines))
-    assert [p.answer for p in data.load_problems([str(path)], tokenizer, CFG, told.append)] == [
-        "5", "6", "the sum is 7", "8"]
-    assert told[:2] == [f"{path}: in 1 of 4 rows (the first: 3) the gold answer {what}" for what in (
-        "is the whole text, in most rows ####", "has several words")] and "4 problems" in told[2]
-
-
-def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
-    for folder in ("a/math", "b/math", "b/logic"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "test.jsonl").write_bytes(GOOD)
-    paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
-    sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
-    assert list(sets) == ["a-math-test", "b-math-test", "b-logic-test"]
+def test_evaluation_sets_are_named_after_their_files(tokenizer, tmp_path):
+    (tmp_path / "math.jsonl").write_bytes(GOOD)
+    sets = rollout.load_sets(replace(CFG, eval_data=(f"{tmp_path}/math.jsonl",)), tokenizer, str)
+    assert list(sets) == ["math"]
     assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "x/eval.jsonl"]) == [
         "gsm8k-test", "eval"]
     assert rollout.set_names([]) == []
-    for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
-        with pytest.raises(UserError, match="two files of --eval_data would have the same name"):
+    for twice in (["a.json", "a.json"], ["a/d.json", "b/d.jsonl"]):
+        with pytest.raises(UserError, match="two files of --eval_data have the same name"):
             rollout.set_names(twice)
 
 
@@ -534,12 +489,11 @@ def test_a_prompt_without_room_for_a_response_is_dropped(tokenizer, tmp_path):
     told = []
     kept = data.load_problems([str(path)], tokenizer, cfg, told.append)
     assert [len(p.ids) for p in kept] == [19]
-    assert "dropped 2 prompts over 19 tokens" in told[0]
+    assert "2 prompts over 19 tokens" in told[0]
     assert len(rollout.load_sets(cfg, tokenizer, str)["d"]) == 1
     assert len(rollout.load_sets(replace(cfg, eval_response_len=99), tokenizer, str)["d"]) == 2
     for short in (dict(max_model_len=12), dict(max_prompt_len=11)):
-        flag, value = next(iter(short.items()))
-        with pytest.raises(UserError, match=f"longer than --{flag} {value} tokens, or leaves no room"):
+        with pytest.raises(UserError, match="every prompt of .* has more than 11 tokens"):
             load(path, tokenizer, replace(cfg, **short))
 
 
@@ -596,65 +550,50 @@ def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, 
     told_of([ROW_OF | row], tokenizer, tmp_path, replace(CFG, template="chat"))
 
 
-@pytest.mark.parametrize("name", """id ID idx index uuid problem_id unique_id source sources data_source
-    source_dataset url level difficulty type problem_type question_type subject topic category domain tags
-    split license language ability style extra_info metadata model llama8b_solve_rate pass_rate score
-    correctness_count is_reasoning_complete correctness_math_verify solution rationale explanation
-    generations messages answer_type cot_content finish_reasons solution_is_valid synthetic date
-    question_concat unit hint facts system_prompt equation name problem meta""".split())
-def test_only_fields_without_a_known_meaning_are_told(name, tokenizer, tmp_path):
-    told = ("question_concat", "unit", "hint", "facts", "system_prompt", "equation", "name")
-    rows = [ROW_OF | {"question": f"{i}?"} | ({name: f"v{i}"} if i % 2 else {}) for i in range(8)]
-    if name == "problem":  # this field is the problem, so the question is in no prompt
-        name = "question"
-    _, (*lines, _) = told_of(rows, tokenizer, tmp_path)
-    if name in (*told, "question"):
-        assert lines == [f"in 4 of 8 rows (the first: 2 4 6) the field '{name}' is in no part of the prompt"]
-    else:
-        assert lines == []
+def test_fields_that_no_prompt_shows_are_told(tokenizer, tmp_path):
+    """Fields of the gold answer, of the data set and of the choices are left out."""
+    known = {"solution": "so \\boxed{10}", "dataset": "d", "reward": "math", "label": "x"}
+    rows = [ROW_OF | known | {"question": f"{i}?", "prompt": f"{i}?", "id": f"row {i}"}
+            | ({"hint": f"v{i}"} if i % 2 else {}) for i in range(8)]
+    rows[0]["question"] = "another question"
+    _, (line, _) = told_of(rows, tokenizer, tmp_path)
+    assert line == ("fields that no prompt shows, and their numbers of rows: 'question' (1), 'id' (8), "
+                    "'hint' (4)")
 
 
-def test_rows_that_differ_in_a_field_of_their_own_are_no_repeats(tokenizer, tmp_path):
-    rows = [ROW_OF | {"unit": unit, "id": i} for i, unit in enumerate(["cm", "m", "cm", None, "m"])]
+def test_rows_with_the_same_prompt_and_answer_are_repeats(tokenizer, tmp_path):
+    """Except if a reward function reads the whole row, and other fields differ."""
+    rows = [ROW_OF | {"unit": unit, "id": i} for i, unit in enumerate(["cm", "m"])]
     problems, told = told_of([*rows, rows[0]], tokenizer, tmp_path)
-    assert [p.row for p in problems] == [1, 2, 4] and "dropped 3 repeated rows" in told[-1]
+    assert [p.row for p in problems] == [1] and "dropped 2 repeated rows" in told[-1]
+    assert [p.row for p in load(tmp_path / "d.jsonl", tokenizer, keep_fields=True)] == [1, 2]
 
 
-@pytest.mark.parametrize("lines,words", [
-    ([{"prompt": "1", "answer": None}, {"prompt": ""}, "{", {"prompt": "1", "answer": "2", "reward": "x"}],
-     ["row 2 has no answer", "row 3 has no problem", "row 4 can't be read (ValueError: Expecting property "
-      "name enclosed in double quotes: line 4 column 2)", "row 5 has the unknown reward 'x'"]),
-    (['{"prompt": "1+1=",\t"answer" "2"}'], ["row 2 can't be read (ValueError: Expecting ':' delimiter: line "
-                                             "2 column 29)"]),
-    ([{"prompt": str(i)} for i in range(30)], [f"row {i} has no answer" for i in range(2, 12)])])
-def test_the_first_ten_wrong_rows_are_in_one_message(lines, words, tokenizer, tmp_path):
+@pytest.mark.parametrize("line,words", [
+    ("{", "row 2 can't be read (JSONDecodeError: Expecting property name enclosed in double quotes"),
+    ('{"prompt": "1+1=",\t"answer" "2"}', "Expecting ':' delimiter: line 1 column 29"),
+    ('{"prompt": "1+1=\\ud800", "answer": "2"}', "row 2: its text can't be tokenized")])
+def test_a_row_that_cannot_be_read_is_one_line(line, words, tokenizer, tmp_path):
     with pytest.raises(UserError) as e:
-        told_of([GOOD.decode(), *lines], tokenizer, tmp_path)
-    message = str(e.value)
-    assert re.findall(r"row \d+", message) == re.findall(r"row \d+", " ".join(words))
-    assert all(word in message for word in words) and message.count("; needed: ") == 1 and "\n" not in message
+        told_of([GOOD.decode(), line], tokenizer, tmp_path)
+    assert words in str(e.value) and "; needed: " in str(e.value) and "\n" not in str(e.value)
 
 
 OTHER_CHOICES = {  # row -> (choices, answer)
-    '"options": {"A":"1","B":"2"},"label":"B","answer":null': ("A. 1\nB. 2", "B"),  # AGIEval
-    '"options": ["(A)1","(B)2"], "label": "B"': ("A. 1\nB. 2", "B"),
-    '"options": ["A)3", "B)4"], "answer": "B"': ("A. 3\nB. 4", "B"),
-    '"choices": ["A. 3", " B: 4"], "answer": "4"': ("A. 3\nB. 4", "B"),
-    '"choices": {"A": "A. 3", "B": "B. 4"}, "answer": 1': ("A. 3\nB. 4", "B"),
-    '"choices": ["A. 3", "4"], "answer": "4"': ("A. A. 3\nB. 4", "B"),  # one that has a letter by chance
+    '"options": {"A":"1","B":"2"},"label":"B","answer":null': ("A. 1\nB. 2", "B"),
+    '"options": ["(A)1","(B)2"], "label": "B"': ("(A)1\n(B)2", "B"),  # AGIEval
+    '"choices": {"A": "3", "B": "4"}, "answer": 1': ("A. 3\nB. 4", "B"),
     '"choices": {"text": ["5", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. 5\nB. 2", "B"),  # ARC
-    '"choices": [{"label": "A", "text": "5"}, {"label": "B", "text": "2"}], "answerKey": "B"':
-        ("A. 5\nB. 2", "B"),
     '"choices": {"A": "5", "B": NaN, "C": "2"}, "answer": "C"': ("A. 5\nC. 2", "C"),
     '"choices": ["5", "2"], "label": 1': ("A. 5\nB. 2", "B"),
     **{f'"choices": {x}, "answer": "A"': f"one that is not a text (found: {found}" for x, found in {
         '[NaN, "I", "II"]': "[nan, 'I', 'II']", '"A) 3 B) 4"': "'A) 3 B) 4'", '["1", null]': "['1', None]",
         '{"text": ["5", "2"], "label": ["1", "2"]}': "{'text': ['5', '2'], 'label': ['1', '2']}",
         '{"text": ["5", "2"], "label": ["A"]}': "{'text'", '{"text": ["5", "2"]}': "{'text'",
-        '[{"label": "A", "text": "5"}, {"label": "A", "text": "2"}]': "[{'label'", '[["5"], ["2"]]': "[['5']",
+        '[["5"], ["2"]]': "[['5']",
         '[{"text": "5"}, {"text": "2"}]': "[{'text'", '["5", {"text": "2"}]': "['5', {'text'",
         '5': "5", 'true': "True"}.items()},
-    '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which is none of its choices",
+    '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which fits 0 of its choices",
     '"label": "B"': "has no answer"}
 
 
@@ -670,8 +609,7 @@ def test_choices_of_other_formats_are_read_or_named(line, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
 def test_copied_rows_cost_little(form, tokenizer, tmp_path):
-    """Of 200 copies of 300 rows, only the first is read as a problem. With JSON Lines, this takes a tenth of
-    the time and the memory of one copy."""
+    """Of 200 copies of 300 rows, only the first is read as a problem."""
     path, told = tmp_path / f"d.{form}", []
     made = [{"prompt": [{"role": "user", "content": f"{i} " + "x y " * 80}], "id": f"uuid-{i}",
              "reward_model": {"ground_truth": str(i), "style": "rule"}} for i in range(300)] * 200
@@ -682,11 +620,11 @@ def test_copied_rows_cost_little(form, tokenizer, tmp_path):
         path.write_text(text)
     began = time.process_time()
     for _, row in rows.read_rows(str(path)):
-        rows.problem_of(rows.decoded(row, str(path), 1), "row 1")
+        rows.problem_of(row, "row 1")
     each = time.process_time() - began
     began = time.process_time()
     problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
-    assert time.process_time() - began < each * (0.15 if form == "jsonl" else 0.8)
+    assert time.process_time() - began < each * 0.8
     assert len(problems) == 300 and "dropped 59700 repeated rows" in told[-1]
     tracemalloc.start()
     data.load_problems([str(path)], tokenizer, CFG, told.append)
@@ -735,7 +673,7 @@ def test_placeholders_among_gold_answers_are_told(base, gold_check, tmp_path):
     ("a <| b |> c", False), ("[1, 2]", False), ("<think>", False), ("x<y>z", False), ("<|a b|>", False)])
 def test_special_tokens_and_chat_markup_in_a_problem_are_told(text, told, tokenizer, tmp_path):
     _, lines = told_of([GOOD.decode(), {"prompt": text, "answer": "2"}], tokenizer, tmp_path)
-    line = "in 1 of 2 rows (the first: 2) the problem has chat markup or special tokens"
+    line = "the problem has chat markup or special tokens in 1 of 2 rows, first in row 2"
     assert lines[:-1] == [line] * told
 
 

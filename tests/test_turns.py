@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from conftest import ROOT, run, run_ranks, taught
 import data
 import dist
 import model
-import reward
 import rollout
 import train
 from bench import tasks
@@ -51,7 +48,7 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
     "solves": r"r'<answer>\boxed{1}</answer>' if turn == 1 else None", "marked": "Marked(problem)",
     "shows": "Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)",
     "counts": "(f'{len(text)};', None, False)",
-    "endless": "'>'", "floods": "'1' * 1000", "strange": "'<far>'", "drowns": "'1' * 10**8", "mumbles": "3.5",
+    "endless": "'>'", "floods": "'1' * 1000", "drowns": "'1' * 10**8", "mumbles": "3.5",
     "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))"}.items())
 
 
@@ -227,17 +224,14 @@ def test_a_trajectory_is_its_turns_and_the_environments_texts(tiny, plain, twice
         assert [x is not None for x in saved["logps"]] == s.is_sampled.tolist()
 
 
-def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice, tmp_path):
+def test_graders_read_the_policys_turns_alone(tiny, env, plain, twice):
     samples, errors = sampled(tiny, f"{env}:solves", max_response_len=200)
-    engine, problems = setup(tiny, "")
+    engine, _ = setup(tiny, "")
     solved = [s for s in samples if r"\boxed{1}" in s.text]
     assert solved and not errors and {s.reason for s in solved} <= {"unparsed", "truncated"}
     for s in twice:
         turns = np.split(s.ids, np.flatnonzero(np.diff(s.is_sampled)) + 1)[::2]
         assert s.policy_text == "\n".join(map(engine.text_of, turns))
-    row = rollout.sample_row(solved[0], problems[0], False)
-    (tmp_path / "s.jsonl").write_text(json.dumps(row | {"stopped": True}))
-    assert [row["response"] for row in reward._responses(f"{tmp_path}/s.jsonl")] == [solved[0].policy_text]
     both = data.answered(dataclasses.replace(plain[0], text=r"<answer>\boxed{4"), "2} ", [5])
     assert extract(dataclasses.replace(both, text=both.text + "2}</answer>").policy_text) == "4\n2"
 
@@ -295,16 +289,9 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 
 @pytest.mark.parametrize(("name", "reason"), [
-    ("hangs", "timeout"), ("floods", "error"), ("strange", "error")])
-def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason, tmp_path):
-    """The trajectory keeps its tokens and gets the reward 0. The text of "strange" is one token, for which
-    the model has no embedding."""
-    if name == "strange":
-        tiny = shutil.copytree(tiny, tmp_path / "m")
-        tokenizer = model.load_tokenizer(str(tiny))
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<far>"]})
-        tokenizer.save_pretrained(tiny)
-    tiny = str(tiny)
+    ("hangs", "timeout"), ("floods", "error")])
+def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
+    """The trajectory keeps its tokens and gets the reward 0."""
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
