@@ -431,14 +431,14 @@ def load_models(cfg: Config, world: dist.World) -> tuple[Role, Role | None, Role
     case = case_of(cfg, world)
     shard_fn = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
     device = "cpu" if case.offloads else world.device
-    model = load_policy(cfg.model, device, partial(shard_fn, **case.kept["policy"]._asdict()))
+    model = load_policy(cfg.model, device, partial(shard_fn, recompute=case.recompute["policy"]))
     policy, critic, ref = (
         Role("policy", model, make_optimizer(model, cfg.policy_lr, cfg)),
         None,
         None,
     )
     if cfg.algo == "ppo":
-        shard_critic = partial(shard_fn, **case.kept["critic"]._asdict())
+        shard_critic = partial(shard_fn, recompute=case.recompute["critic"])
         model = load_critic(cfg.critic_model or cfg.model, device, shard_critic, cfg.seed)
         critic = Role("critic", model, make_optimizer(model, cfg.critic_lr, cfg))
     if cfg.has_ref:
