@@ -185,7 +185,7 @@ class Pack:
     loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would wait for the GPU
     fresh_tokens: Tensor  # (F,) indices of the loss tokens that this step's weights sampled
     engine_logp: Tensor  # (T,) log p(tokens[t] | earlier tokens of its segment), from the engine
-    rewards: Tensor  # (T,) the sample's score on its last token, else 0
+    rewards: Tensor  # (T,) the sample's score on its last sampled token, else 0
     advantages: Tensor  # (T,)
     prompt_share: Tensor  # (T,) the loss weight for --aggregation prompt
     longest: int  # tokens of the longest segment
@@ -703,7 +703,8 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     advantages = np.repeat(np.array([s.advantage for s in samples], np.float32), lengths) * sampled
     prompt_share = np.repeat(np.array([s.prompt_share for s in samples], np.float32), lengths)
     rewards = np.zeros(ends[-1], np.float32)
-    rewards[ends - 1] = [s.score for s in samples]
+    last_sampled = np.maximum.reduceat(np.arange(ends[-1]) * sampled, ends - lengths)
+    rewards[last_sampled] = [s.score for s in samples]
     unique, inverse = unique_prefixes(
         segments
     )  # a prompt that several samples share is computed once

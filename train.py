@@ -858,11 +858,9 @@ def policy_pack_loss(
     )
     correction = 1.0 if cfg.mismatch == "none" else weight
     weights = p.mask / tokens
-    if cfg.algo == "ppo":
-        loss, clipped = ppo.policy_loss(
-            logp, old, p.advantages, p.mask, tokens, cfg.clip_low, cfg.clip_high, correction
-        )
-    else:
+    ratio = "token"
+    if cfg.algo == "grpo":
+        ratio = cfg.ratio
         weights = grpo.token_weights(
             p.mask,
             segment,
@@ -872,18 +870,18 @@ def policy_pack_loss(
             cfg.max_response_len,
             p.prompt_share,
         )
-        loss, clipped = grpo.policy_loss(
-            logp,
-            old,
-            p.advantages,
-            p.mask,
-            segment,
-            weights,
-            cfg.ratio,
-            cfg.clip_low,
-            cfg.clip_high,
-            correction,
-        )
+    loss, clipped = grpo.policy_loss(
+        logp,
+        old,
+        p.advantages,
+        p.mask,
+        segment,
+        weights,
+        ratio,
+        cfg.clip_low,
+        cfg.clip_high,
+        correction,
+    )
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,
