@@ -168,7 +168,8 @@ def test_panels_have_lines_for_metrics_or_for_runs(tmp_path, monkeypatch):
     rows = [row | dict.fromkeys(names, 0.0) | {"time/eval": 0.0, "time/wait": 0.0} for row in learning(3)]
     others = [{name: x for name, x in row.items() if name != "time/rollout"} for row in rows]
     runs = [run_of(tmp_path / "run", 0, rows), *(
-        run_of(tmp_path / f"{i}_is_a_run_with_a_long_name", i, others, algo="grpo", steps=i) for i in range(5))]
+        run_of(tmp_path / f"{i}_is_a_run_with_a_long_name", i, others, algo="grpo", steps=i)
+        for i in range(5))]
     plot(runs[:1], tmp_path / "one.png")
     plot(runs, tmp_path / "all.png")
     one, many = [{axis.get_title(): axis for axis in figure.axes} for figure in drawn]

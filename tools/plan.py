@@ -365,9 +365,10 @@ def settle(case: Case) -> Config:
         for length in packs:
             choice = replace(cfg, shard_ranks=ranks, offload=place, pack_len=length)
             planned = replace(case, cfg=choice)
-            if _leaves_room(planned):
-                time = seconds(planned, *planned.longest)["step"] if planned.timed else 0.0
-                found.append((time, choice))
+            if not _leaves_room(planned):
+                continue
+            time = seconds(planned, *planned.longest)["step"] if planned.timed else 0.0
+            found.append((time, choice))
         if found:
             enough = 1.001 * min(time for time, _ in found)
             return [choice for time, choice in found if time <= enough][-1]
@@ -378,7 +379,8 @@ def _leaves_room(case):
     """Returns whether the case fits, with the share HEADROOM of a GPU's memory left free."""
     if shortage(case) or host_need(case)["machine"] > (case.host or float("inf")):
         return False
-    return not case.gpu or fullest(case)[1]["total"] <= (1 - HEADROOM) * case.capacity
+    _, usage = fullest(case)
+    return not case.gpu or usage["total"] <= (1 - HEADROOM) * case.capacity
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
@@ -439,19 +441,18 @@ def _logits(case, vocab, tokens):
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the memory that torch's allocator holds beyond the tensors in use (item -> bytes); {} on CPUs.
-
-    gather buffers: inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and
-        one layer's. Only FSDP's CUDA stream can reuse this memory.
-    fragments: an estimate of the free memory in pieces that are too small for later tensors"""
+    """Returns the bytes that torch's allocator holds beyond the tensors in use; 0 on CPUs. kept: bytes of the
+    activations that are kept for the backward pass"""
     if not case.gpu:
-        return {}
-    gathered = case.number * (root + shape.layer) * (1 + 1 / case.shards)
+        return 0
+    # An estimate of the free memory in pieces that are too small for later tensors.
     pieces = 4 * shape.layer + 4 * root / case.shards + HOLES * kept
-    return {
-        "gather buffers": gathered if case.shards > 1 else 0,
-        "fragments": pieces + (logits if case.shards > 1 else logits / 2),
-    }
+    if case.shards == 1:
+        return pieces + logits / 2
+    # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
+    # Only FSDP's CUDA stream can reuse this memory.
+    gathers = case.number * (root + shape.layer) * (1 + 1 / case.shards)
+    return pieces + logits + gathers
 
 
 def _update_instants(case, name, recompute):
@@ -477,8 +478,12 @@ def _update_instants(case, name, recompute):
     ):  # nothing is gathered, but a layer that is not recomputed keeps copies of its weights
         gathered += b * shape.layer * (shape.layers - recompute)
     shard = 4 * params / case.shards
-    at_rest = {"weights": shard, "gradients": shard, "AdamW": 2 * shard}
-    at_rest |= _allocator_loss(case, shape, root, logits, activations) | _asleep(case)
+    at_rest = _asleep(case) | {
+        "weights": shard,
+        "gradients": shard,
+        "AdamW": 2 * shard,
+        "allocator": _allocator_loss(case, shape, root, logits, activations),
+    }
     # "whole gradients" are the gradients that FSDP has not yet reduced to shards.
     # 1. Backward pass of the LM head. Its gradient is in memory twice: in fp32 and in the compute dtype.
     of_head = {
@@ -819,13 +824,14 @@ def remedy(case: Case) -> str:
     if case.gpu and case.world <= node:  # one machine is assumed to have at least NODE GPUs
         node = max(node, NODE)
     free = {"recompute": "auto", "offload": "on", "pack_len": cfg.model_len, "shard_ranks": "auto"}
-    single = [{flag: value} for flag, value in free.items()]
     shares = [share / 20 for share in range(4, 20)]
     shares.sort(key=lambda share: abs(share - cfg.engine_share))
-    single += [{"engine_share": share} for share in shares]
-    single += [{"max_num_seqs": n} for n in (256, 64, 16, 8)]
-    single += [{"tp": n} for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
-    changes = [{}, *single, free, *(free | one for one in single)]
+    sizes = [n for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
+    costly = {"engine_share": shares, "tp": sizes, "max_num_seqs": [256, 64, 16, 8]}
+    single = [{flag: value} for flag, value in free.items()]
+    for flag, values in costly.items():
+        single += [{flag: value} for value in values]
+    changes = [{}, *single, *(free | one for one in single)]
     for doublings, change in product(range(11), changes):
         ranks = case.world * 2**doublings
         local = min(ranks, node)
