@@ -172,7 +172,7 @@ class Pack:
     loss_tokens: Tensor  # (L,) indices where `mask` is true; mask.nonzero() would wait for the GPU
     fresh_tokens: Tensor  # (F,) indices of the loss tokens that this step's weights sampled
     engine_logp: Tensor  # (T,) log p(tokens[t] | earlier tokens of its segment), from the engine
-    rewards: Tensor  # (T,) the sample's score on its last token, else 0
+    rewards: Tensor  # (T,) the sample's score on its last sampled token, else 0
     advantages: Tensor  # (T,)
     prompt_share: Tensor  # (T,) the loss weight for --aggregation prompt
     longest: int  # tokens of the longest segment
@@ -630,7 +630,7 @@ def _columns(s, step):
     sampled = of_response(s.is_sampled)
     mask = sampled & s.in_loss
     rewards = np.zeros(s.length, np.float32)
-    rewards[-1] = s.score
+    rewards[sampled.nonzero()[0][-1:]] = s.score  # at the last sampled token
     return dict(
         tokens=np.concatenate([s.prompt, s.ids], dtype=np.int64),
         positions=np.arange(s.length),

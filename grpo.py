@@ -111,10 +111,11 @@ def policy_loss(
     """Returns the loss of a pack (a scalar: the sum of the tokens' losses times `weights`) and the number of
     clipped tokens.
 
-    weights (T,): from `token_weights`
+    old_logp (T,): log-probs before the step's first update
+    weights (T,): from `token_weights`; for PPO, mask / number of response tokens in the update
     correction (T,): factor of each token's loss, from `mismatch_weight`
     ratio:
-        "token"     exp(logp - old_logp) of each token, clipped as in PPO (GRPO)
+        "token"     exp(logp - old_logp) of each token, clipped (PPO, 1707.06347, eq. 7; GRPO)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
         "clipped"   loss = -advantage × logp × detach(clipped token ratio) (CISPO, eq. 4)
     Raises ValueError for another ratio."""

@@ -1,4 +1,4 @@
-"""PPO as pure tensor maths: advantages, KL, and the losses of the policy and the critic.
+"""PPO as pure tensor maths: advantages, KL, and the critic's loss. The policy's loss is grpo.policy_loss.
 
 Papers: PPO arXiv 1707.06347, GAE 1506.02438, Open-Reasoner-Zero (ORZ) 2503.24290.
 
@@ -14,6 +14,7 @@ A loss is a sum over tokens, divided by the number of response tokens in the who
 averages over the tokens of each pack."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,44 +42,40 @@ def gae(
     R_t     = A_t + V_t
 
     The time steps t are the tokens in `mask`. At a segment's last time step, V_{t+1} and A_{t+1} are 0.
-    If another token has a reward, the reward is added to the last time step that comes before this token in
-    the same segment."""
-    steps, so_far = (
-        mask.nonzero()[:, 0],
-        mask.cumsum(0),
-    )  # so_far (T,): time steps at or before each token
-    if len(steps) == 0:
-        return torch.zeros_like(values), torch.zeros_like(values)
-    segment = segment_ids(cu_seqlens, len(mask))
-    # step (T,): for each token, the last token in `mask` at or before it, as an index into `steps`
-    step = (so_far - 1).clamp(min=0)
-    # in_reach (T,): whether this token in `mask` is in the same segment; if not, the reward has no time step
-    in_reach = (segment[steps[step]] == segment) & (so_far > 0)
-    own = torch.where(in_reach, rewards, 0)
-    rewards = torch.zeros_like(values[steps]).index_add(0, step, own)
-    segment, v = segment[steps], values[steps]
+
+    rewards (T,): 0 outside `mask`"""
+    steps = mask.nonzero()[:, 0]  # the tokens at which a time step is
+    segment = segment_ids(cu_seqlens, len(mask))[steps]
+    r = rewards[steps]
+    v = values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
         """Returns x_{t+k} for each time step t, or 0 beyond the end of the segment."""
         same_segment = segment[k:] == segment[:-k]
-        return torch.cat([torch.where(same_segment, x[k:], 0), x.new_zeros(k)])
+        later = torch.where(same_segment, x[k:], 0)
+        return F.pad(later, (0, k))
 
-    adv = rewards + gamma * shifted(v, 1) - v
+    delta = r + gamma * shifted(v, 1) - v
     # A_t is the discounted sum of delta_t, delta_{t+1}, … Before each iteration, adv_t is the sum of the
     # first `reach` terms.
+    adv = delta
     reach = 1
     while reach < len(steps):
-        adv = adv + (gamma * lam) ** reach * shifted(adv, reach)
+        discount = (gamma * lam) ** reach
+        adv = adv + discount * shifted(adv, reach)
         reach *= 2
     zeros = torch.zeros_like(values)
-    return zeros.index_put((steps,), adv), zeros.index_put((steps,), adv + v)
+    advantages = zeros.index_put((steps,), adv)
+    returns = zeros.index_put((steps,), adv + v)
+    return advantages, returns
 
 
 def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     """Returns (3,) float64: count, sum and sum of squares of x (T,) where `mask` is true. Add these stats up
     over packs and ranks."""
     x = torch.where(mask, x, 0).double()
-    return torch.stack([mask.sum().double(), x.sum(), (x * x).sum()])
+    count = mask.sum().double()
+    return torch.stack([count, x.sum(), (x * x).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -86,8 +83,10 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
     stats (3,): the sum of `whitening_stats` over all packs and ranks."""
     count, total, squares = stats.to(x.device)
-    mean = total / count.clamp(min=1)
-    std = (squares / count.clamp(min=1) - mean * mean).clamp(min=0).sqrt()
+    count = count.clamp(min=1)
+    mean = total / count
+    variance = squares / count - mean * mean
+    std = variance.clamp(min=0).sqrt()
     return torch.where(mask, (x - mean) / (std + 1e-8), 0)
 
 
@@ -103,8 +102,8 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
-        # Clamped, because exp overflows in fp32 above 88.
-        return torch.exp((-d).clamp(max=20)) - 1 + d
+        inverse = torch.exp((-d).clamp(max=20))  # exp overflows in fp32 above 88
+        return inverse - 1 + d
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
@@ -118,30 +117,9 @@ def kl_loss(logp: Tensor, old_logp: Tensor, ref: Tensor) -> Tensor:
     rho has the gradient of KL(ref || policy) (2506.09477, 2510.01555).
 
     old_logp (T,): log-probs of the policy that sampled the tokens."""
-    return torch.exp(logp - old_logp).detach() * (logp - ref) ** 2 / 2
-
-
-def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    tokens: float,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    correction: Tensor | float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Returns two scalars: PPO's clipped loss of a pack (1707.06347, eq. 7), and the number of clipped
-    tokens.
-
-    tokens: number of response tokens in the whole update, the denominator of the loss.
-    old_logp (T,): log-probs before the step's first update.
-    correction (T,): factor of each token's loss, without gradient."""
-    ratio = torch.exp(logp - old_logp)
-    free = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -torch.minimum(free, clipped)
-    return torch.where(mask, loss * correction, 0).sum() / tokens, ((clipped < free) & mask).sum()
+    rho = torch.exp(logp - old_logp).detach()
+    d = logp - ref
+    return rho * d**2 / 2
 
 
 def value_loss(
@@ -161,5 +139,6 @@ def value_loss(
     loss = (values - returns) ** 2
     if clip is not None:
         near = old_values + (values - old_values).clamp(-clip, clip)
-        loss = torch.maximum(loss, (near - returns) ** 2)
+        clipped = (near - returns) ** 2
+        loss = torch.maximum(loss, clipped)
     return torch.where(mask, loss, 0).sum() / (2 * tokens)

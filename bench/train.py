@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import dist
+import grpo
 import ppo
 from bench.common import arguments, say
 from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
@@ -93,7 +94,8 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
     for p in packs:
         if isinstance(model, Policy):
             logp, _ = model(p, 1.0)
-            loss, _ = ppo.policy_loss(logp, logp.detach(), p.advantages, p.mask, count, 0.2, 0.2, None)
+            segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
+            loss, _ = grpo.policy_loss(logp, logp.detach(), p.advantages, p.mask, segment, p.mask / count)
         else:
             v = model(p)
             loss = ppo.value_loss(v, v.detach(), p.rewards, p.mask, count, 0.2)

@@ -250,7 +250,7 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
     for who in cfg.models:
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
-            shard = partial(shard, **case.kept[who]._asdict())
+            shard = partial(shard, recompute=case.recompute[who])
         model = load[who](source_of(who, vars(cfg)), device, shard)
         optimizer = None
         if who == "ref":

@@ -24,7 +24,6 @@ from bench.algorithms import RECIPES
 from configs import PRESETS
 from grading.rows import problem_of
 from tools import tiny
-from tools.evaluate import EvalConfig
 from tools.plan import PlanConfig
 from tools.report import write_report
 
@@ -58,7 +57,6 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "wandb-id.txt"}  # the last needs --track
 YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
          "mine.jsonl", "subset.jsonl"}
-GONE = {"attention"}  # flags of removed features, which docs/forking.md names
 
 
 def commands() -> list[str]:
@@ -193,14 +191,14 @@ def test_rows_of_data_are_read():
 
 
 def test_every_flag_exists():
-    fields = (*dataclasses.fields(PlanConfig), *dataclasses.fields(EvalConfig))
+    fields = dataclasses.fields(PlanConfig)
     ours = {f.name for f in fields}
     switches = {f"no-{f.name}" for f in fields if f.type == "bool"}
     sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]
     scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
     of_tiny = set(inspect.signature(tiny.build).parameters)
-    known = ours | switches | scripts | theirs | of_tiny | SLURM | GONE | {"logdir", "help", "ipc", "exclude"}
+    known = ours | switches | scripts | theirs | of_tiny | SLURM | {"logdir", "help", "ipc", "exclude"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
@@ -212,7 +210,7 @@ def test_every_file_exists(two_ranks):
     seen = 0
     for name in {s for s in SPANS if re.fullmatch(r"[\w.…/-]+", s)}:
         suffix = re.fullmatch(r".*\w\.(py|json|jsonl|txt|md|toml|ipynb|png|html|sh|cff)", name)
-        if not (suffix or "/" in name) or name in NOT_FILES | YOURS | GONE:
+        if not (suffix or "/" in name) or name in NOT_FILES | YOURS:
             continue
         if any(re.fullmatch(pattern, name) for pattern in METRICS.values()):
             continue

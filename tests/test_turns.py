@@ -95,10 +95,12 @@ def test_a_pack_trains_on_sampled_tokens_alone(seed):
     for s, mine in zip(samples, steps, strict=True):
         assert [round(float(x), 5) for x in p.advantages[mine]] == [round(s.advantage, 5)] * len(mine)
         assert p.engine_logp[mine].tolist() == s.logp[s.is_sampled].tolist()[:len(mine)]
-    assert p.rewards[p.cu_seqlens[1:] - 1].tolist() == pytest.approx([s.score for s in samples])
+    sampled = steps_of([dataclasses.replace(s, in_loss=True) for s in samples])
+    last = [mine[-1] for mine in sampled]
+    assert p.rewards[last].tolist() == pytest.approx([s.score for s in samples])
     assert int((p.rewards != 0).sum()) == len(samples)
     outside = torch.ones(len(p.tokens), dtype=torch.bool)
-    outside[sum(steps_of([dataclasses.replace(s, in_loss=True) for s in samples]), [])] = False
+    outside[sum(sampled, [])] = False
     assert not p.advantages[outside].any() and not p.engine_logp[outside].any()
 
 

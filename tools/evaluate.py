@@ -25,7 +25,6 @@ import itertools
 import json
 import math
 import os
-import re
 import statistics
 import sys
 import textwrap
@@ -47,7 +46,6 @@ from configs import (
     explained,
     from_hub,
     given_flags,
-    meanings,
     parse,
     read_json,
     require,
@@ -130,17 +128,14 @@ def paired_differences(
     errors. Only problems that both models have are compared."""
     found = {}
     for name, problems in sets.items():
-        index = {problem.where: i for i, problem in enumerate(first_sets[name])}
-        pairs = [
-            (i, index[problem.where])
-            for i, problem in enumerate(problems)
-            if problem.where in index
-        ]
-        gaps = {
-            metric: [values[i] - first_scores[name][metric][j] for i, j in pairs]
-            for metric, values in scores[name].items()
-        }
-        found[name] = {"problems": len(pairs), "metrics": _estimates(gaps)}
+        ours = {problem.where: i for i, problem in enumerate(problems)}
+        firsts = {problem.where: i for i, problem in enumerate(first_sets[name])}
+        both = [where for where in ours if where in firsts]
+        gaps = {}
+        for metric, values in scores[name].items():
+            others = first_scores[name][metric]
+            gaps[metric] = [values[ours[where]] - others[firsts[where]] for where in both]
+        found[name] = {"problems": len(both), "metrics": _estimates(gaps)}
     return found
 
 
@@ -168,13 +163,15 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     for name, found in results[0]["sets"].items():
         metric = next(iter(found["metrics"]))
         for result in results:
-            score, versus = result["sets"][name]["metrics"][metric], ""
+            score = result["sets"][name]["metrics"][metric]
+            versus = ""
             if "differences" in result:
                 gap = result["differences"][name]["metrics"][metric]
                 versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
             value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
-            model, of = result["model"][-26:], f"{name}/{metric}"[-19:]
-            lines.append(f"{model:26} {of:19} {value:>15} {versus:>16}".rstrip())
+            model = result["model"][-26:]
+            of_set = f"{name}/{metric}"[-19:]
+            lines.append(f"{model:26} {of_set:19} {value:>15} {versus:>16}".rstrip())
     return lines
 
 
@@ -184,27 +181,12 @@ def _decimals(value):
 
 # --- the command line
 
-
-@dataclass(frozen=True)
-class EvalConfig(Config):
-    """The flags of train.py, and --write_rows."""
-
-    # fmt: off
-    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE.jsonl: write rows with avg@n < 0.1 to FILE
-    # fmt: on
-
-
-EVAL_FLAGS = tuple(
-    """
+# The flags that an evaluation uses.
+EVAL_FLAGS = """
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
-    write_rows
 """.split()
-)  # the flags that an evaluation uses
-CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
-
-
 # The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
 PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
 
@@ -214,34 +196,31 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        default = parse(PRESET, kind=EvalConfig)
-        for name, meaning in (meanings() | meanings(EvalConfig)).items():
-            if name in EVAL_FLAGS and name != "out":
-                print(
-                    textwrap.fill(
-                        f"--{name}: {meaning} (default: {getattr(default, name)!r})",
-                        80,
-                        initial_indent="  ",
-                        subsequent_indent="      ",
-                    )
-                )
+        flags = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
+        print(__doc__, textwrap.fill(flags, 80, break_on_hyphens=False), sep="\n")
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    flags = list(argv[len(paths) :])
+    flags = argv[len(paths) :]
     count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
-    models, files = paths[:count], paths[count:]
+    models = paths[:count]
+    files = paths[count:]
     for model in models:
         check_model(model)
-    require(
-        bool(files),
-        "no data file",
-        "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]",
-    )
-    require(len(set(map(model_name, models))) == count, "the same model twice", "each model once")
+    usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
+    require(bool(files), "no data file", usage)
     words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
-    cfg = parse(words, "tools.evaluate", EvalConfig)
-    given = set(given_flags(flags))
+    cfg = parse(words, "tools.evaluate")
+    given = given_flags(flags).keys()
+    check_flags(cfg, given)
+    # The default stop strings fit --template orz.
+    if cfg.template == "chat" and "stop" not in given:
+        cfg = replace(cfg, stop=())
+    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
+    return [replace(cfg, model=model) for model in models]
+
+
+def check_flags(cfg: Config, given: Collection[str]) -> None:
+    """Raises UserError if a given flag, or a part of --reward, has no effect in evaluation."""
     for name in given:
         require(
             name in EVAL_FLAGS,
@@ -249,31 +228,13 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             "a flag that python -m tools.evaluate --help lists",
         )
     terms = terms_of(cfg)
-    require(
-        all(
-            t.weight == 1 and (t.kind or t.custom) and len(graders_of(t.dataset, terms)) == 1
-            for t in terms
-        ),
-        f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
-        "one grader for each row, because the others have no effect in evaluation",
-    )
-    if cfg.write_rows:
-        condition, file = cfg.write_rows[0], Path(cfg.write_rows[1])
+    for term in terms:
+        grader = term.kind or term.custom
         require(
-            bool(re.fullmatch(CONDITION, condition))
-            and file.suffix == ".jsonl"
-            and file.parent.is_dir()
-            and not file.exists(),
-            f"--write_rows {condition} {file}",
-            "a condition such as 'rate<0.1' or '0<rate<=0.9', "
-            "and a new .jsonl file in a folder that exists",
+            term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
+            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
+            "one grader for each row, because the others have no effect in evaluation",
         )
-    if (
-        cfg.template == "chat" and "stop" not in given
-    ):  # the default stop strings fit --template orz
-        cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
-    return [replace(cfg, model=model) for model in models]
 
 
 def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
@@ -282,9 +243,11 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
     Raises UserError if two models were trained with different settings."""
     found = {}
     for facts in filter(None, map(_trained, models)):
-        template, unused = facts["template"], given
+        template = facts["template"]
+        unused = set(given)
+        inside = {name for name in ("system_prompt", "date") if facts.get(name)}
         require(
-            not given & {name for name in ("system_prompt", "date") if facts.get(name)},
+            not inside & unused,
             "the chat template of an export has --system_prompt and --date inside",
             "neither of them",
         )
@@ -296,7 +259,7 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
             )
         elif (
             form != facts["prompt"]
-        ):  # the training's system prompt and stop strings fit only its template
+        ):  # then the training's system prompt and stop strings do not fit
             unused |= {"system_prompt", "stop"}
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
@@ -307,9 +270,9 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
             "one command for each model, or these flags",
         )
         found |= ours
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
-    }
+    for name, value in found.items():
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return found
 
 
 def _trained(model):
@@ -369,7 +332,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     tokenizer = load_tokenizer(path)
     day = cfg.date if cfg.template == "chat" else ""
     cfg = replace(cfg, date=fix_date(tokenizer, day))
-    sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
+    sets = load_sets(cfg, tokenizer, say, keep_fields)
     check_graders(sets.values(), cfg)
     check_tokens(sets.values(), load_config(path))
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
@@ -396,19 +359,6 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 # --- the evaluation
 
 
-def write_rows(c: Candidate, scores: Scores) -> None:
-    """Write the data rows whose avg@n (`rate`) satisfies the condition of --write_rows."""
-    condition, file = c.cfg.write_rows
-    rows = [
-        p.fields + "\n"
-        for name, problems in c.sets.items()
-        for p, rate in zip(problems, next(iter(scores[name].values())), strict=True)
-        if eval(condition, {"rate": rate})
-    ]
-    Path(file).write_text("".join(rows))
-    show(f"{len(rows)} rows in {file}")
-
-
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
     """Raises UserError if the engine can't run one of the models, or if vLLM can't run all models in one
     process."""
@@ -433,20 +383,18 @@ def evaluate_all(
 ) -> None:
     """Evaluate the models one after the other. Rank 0 saves and prints the results. Consecutive models with
     the same engine_key use one engine."""
-    engine, key, results, first = None, None, [], candidates[0]
-    for c, folder in zip(candidates, folders, strict=True):
-        if c.engine_key != key:
+    first = candidates[0]
+    engine = None
+    results = []
+    for i, (c, folder) in enumerate(zip(candidates, folders, strict=True)):
+        if i == 0 or c.engine_key != candidates[i - 1].engine_key:
             engine = None  # frees the old engine first: a GPU may be too small for two engines
             gc.collect()
             torch.cuda.empty_cache()
-            engine, key = (
-                make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype),
-                c.engine_key,
-            )
-        result = describe(c, engine, grader)
+            engine = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
             scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
-        result["sets"] = summary(c.cfg, c.sets, scores)
+        result = describe(c, engine, grader) | {"sets": summary(c.cfg, c.sets, scores)}
         if c is first:
             first_scores = scores
         else:
@@ -454,22 +402,26 @@ def evaluate_all(
             result["differences"] = paired_differences(c.sets, scores, first.sets, first_scores)
         results.append(result)
         if world.main:
-            (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
-            with (folder / "samples.jsonl").open(
-                "w", encoding="utf-8", errors="backslashreplace"
-            ) as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            if c is first and c.cfg.write_rows:
-                write_rows(c, scores)
+            save(folder, result, rows)
         say("\n".join(["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]))
     if len(results) > 1:
         say("\n".join(["", *comparison_table(results)]))
 
 
+def save(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping]) -> None:
+    """Write scores.json and samples.jsonl, which has a row for each response, to a model's folder."""
+    scores = json.dumps(result, indent=1)
+    samples = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "scores.json").write_text(f"{scores}\n")
+    # UTF-8 can't encode a lone surrogate.
+    (folder / "samples.jsonl").write_text(samples, encoding="utf-8", errors="backslashreplace")
+
+
 def main(argv: Sequence[str]) -> None:
     """Run the command, which the top of this file describes. Raises UserError for a user's mistake."""
     cfgs = eval_configs(argv)
-    cfg, folders = cfgs[0], [result_folder(cfg, len(cfgs)) for cfg in cfgs]
+    cfg = cfgs[0]
+    folders = [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
     say = show if world.main else lambda text: None

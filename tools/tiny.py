@@ -34,16 +34,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 from configs import read_json, require, run_command
 
 VERSION = 3  # raise this number when a change of this file changes the model
-GUESSES, OFF = (
-    0.5,
-    12,
-)  # fraction of guesses in the last third of the texts; largest error of a guess
-BATCHES, BATCH, LR, WARMUP = (
-    400,
-    64,
-    3e-3,
-    20,
-)  # updates, texts per update, peak rate, warm-up updates
+GUESSES = 0.5  # fraction of guesses in the last third of the texts
+OFF = 12  # largest error of a guess
+BATCHES = 400  # number of updates
+BATCH = 64  # texts per update
+LR = 3e-3  # peak learning rate
+WARMUP = 20  # number of updates until the peak
 HELD_OUT = 512  # number of problems in heldout.jsonl
 TAGS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 
@@ -52,7 +48,8 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token for each byte, for each of TAGS and for each of `tags`. The tags are
     not special tokens, because decoding with skip_special_tokens=True must keep them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS + tags])
@@ -81,11 +78,14 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45.
 
     said: total of a column -> the number to write for it (bench/tasks.py writes wrong numbers on purpose)"""
-    columns, carry = [], 0
+    columns = []
+    carry = []
     while a or b:
-        terms = [1] * carry + [a % 10, b % 10]
+        terms = [*carry, a % 10, b % 10]
         columns.append("+".join(map(str, terms)) + f"={said(sum(terms))}")
-        a, b, carry = a // 10, b // 10, sum(terms) // 10
+        carry = [1] if sum(terms) >= 10 else []
+        a //= 10
+        b //= 10
     return ",".join(columns)
 
 
@@ -104,16 +104,16 @@ def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
     """Returns the prompt and the response of a pretraining text, see Task.text."""
     a, b = pair
-    if rng.random() < GUESSES and final:
-        thought, answer = "", guess(a + b, rng)
-    else:
-        thought, answer = add(a, b), a + b
+    guesses = rng.random() < GUESSES and final
+    thought = "" if guesses else add(a, b)
+    answer = guess(a + b, rng) if guesses else a + b
     return f"{a}+{b}=<think>", f"{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 
 
 def sum_row(pair: tuple[int, int]) -> dict[str, str]:
     """Returns the row of a problem in the data files."""
-    return {"prompt": f"{pair[0]}+{pair[1]}=", "answer": str(sum(pair))}
+    a, b = pair
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 SUMS = Task("sums", all_pairs, sum_text, sum_row)
@@ -135,8 +135,9 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
 def build_task(task: Task, out: str, seed: int = 0) -> str:
     """Build the base model and the problems of `task` in the folder `out`, unless they are there. Returns the
     absolute path. Raises UserError if `out` exists with other content, such as another seed or VERSION."""
-    path, config = Path(out).absolute(), {"version": VERSION, "seed": seed, "task": task.name}
-    if config.items() <= read_json(path / "tiny.json").items():
+    path = Path(out).absolute()
+    recipe = {"version": VERSION, "seed": seed, "task": task.name}
+    if recipe.items() <= read_json(path / "tiny.json").items():
         return str(path)
     require(
         not path.exists(),
@@ -145,34 +146,36 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     )
     new = Path(f"{path}.new")  # an interrupted build may have left this folder
     new.mkdir(parents=True, exist_ok=True)
-    rng, tokenizer = random.Random(seed), task.tokenizer()
+    rng = random.Random(seed)
+    tokenizer = task.tokenizer()
     problems = task.problems(rng)
-    held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
+    held_out = problems[:HELD_OUT]
+    train = problems[HELD_OUT:]
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            initializer_range=0.05,
-            dtype="float32",
-            bos_token_id=None,
-            **special,
-        )
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        dtype="float32",
+        bos_token_id=None,
+        **special,
     )
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(config)
     pretrain(model, tokenizer, train, rng, task)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
     for name, part in ("train", train), ("heldout", held_out):
-        (new / f"{name}.jsonl").write_text("".join(json.dumps(task.row(p)) + "\n" for p in part))
-    (new / "tiny.json").write_text(json.dumps(config) + "\n")
+        rows = [json.dumps(task.row(problem)) + "\n" for problem in part]
+        (new / f"{name}.jsonl").write_text("".join(rows))
+    (new / "tiny.json").write_text(json.dumps(recipe) + "\n")
     new.rename(path)
     return str(path)
 
@@ -186,30 +189,30 @@ def pretrain(
 ) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
     Reasoning takes longer to learn than guessing, so only the last third of the texts has guessed answers."""
-    texts, count = [], BATCHES * BATCH
+    count = BATCHES * BATCH
+    texts = []
     while len(texts) < count:
         rng.shuffle(problems)
-        for i, problem in enumerate(problems, len(texts)):
-            texts.append(task.text(problem, rng, final=i > count * 2 / 3))
+        for problem in problems:
+            texts.append(task.text(problem, rng, final=len(texts) > count * 2 / 3))
     prompt_len = len(tokenizer(texts[0][0]).input_ids)
     whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
     tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
+    pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    for i, batch in enumerate(
-        tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)
-    ):
+    batches = tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)
+    for i, batch in enumerate(batches):
+        warmup = min(1, (i + 1) / WARMUP)
         cosine = 0.5 + 0.5 * math.cos(math.pi * i / BATCHES)
-        optimizer.param_groups[0]["lr"] = LR * (min(1, (i + 1) / WARMUP) * cosine)
-        batch = batch[:, : (batch != tokenizer.pad_token_id).sum(1).max()]
+        optimizer.param_groups[0]["lr"] = LR * (warmup * cosine)
+        longest = (batch != pad).sum(1).max()
+        batch = batch[:, :longest]
         logits = model(batch[:, :-1], use_cache=False).logits[:, prompt_len - 1 :]
-        loss = F.cross_entropy(
-            logits.flatten(0, 1),
-            batch[:, prompt_len:].flatten(),
-            ignore_index=tokenizer.pad_token_id,
-        )
+        targets = batch[:, prompt_len:]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=pad)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -51,16 +51,22 @@ driver that computes nothing.
 def planned(case: plan.Case) -> dict[str, float]:
     """Returns phase -> planned peak in GiB. Leaves out NCCL's buffers and the engine, because
     bench/nullgpu/trainer.py has neither."""
-    absent, most = ("engine weights", "sleeping engine", "embedding's copy"), {}
+    absent, most = ("engine weights", "sleeping engine"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
         most[phase] = max(most.get(phase, 0.0), total / configs.GIB)
     return most
 
 
+def flags_of(preset: str, recompute: str) -> list[str]:
+    # For SMALL, longer packs are planned to be as fast. The plan would choose them.
+    pack_len = ["--pack_len", "16384"] if preset == SMALL else []
+    return ["--recompute", recompute, "--shard_ranks", "0", *pack_len]
+
+
 def case_of(name: str, recompute: str) -> plan.Case:
     (device, gib), preset, size, world, _ = CASES[name]
-    cfg = configs.parse([preset, "--recompute", recompute, "--shard_ranks", "0"])
+    cfg = configs.parse([preset, *flags_of(preset, recompute)])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
     return plan.Case(cfg, world, [shape] * 3, gpu, local=min(world, configs.NODE))
 
@@ -71,8 +77,9 @@ def measure(name: str, recompute: str) -> list[dict]:
     # The worst case for memory is a short prompt that several responses share: attention copies the queries,
     # keys and values, and computing a short prompt only once saves little. It must save data.LEAST_SHARED.
     options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2,
-                   prompt=segment // 11, recompute=recompute, shard_ranks=0)
+                   prompt=segment // 11)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
+    flags += flags_of(preset, recompute)
     command = [sys.executable, "-m", "bench.nullgpu.trainer", *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

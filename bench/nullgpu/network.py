@@ -21,14 +21,13 @@ def planned(name: str, args, case: plan.Case) -> dict[str, list[tuple[int, plan.
     """Returns the planned bytes of a phase: collective -> pairs (number of times, bytes each time).
 
     name: "sync", "policy" or "critic" (the phase)"""
-    sends = plan.traffic(case)[name]
     if name == "sync":
-        return {"gather": [(1, sends["gathers"])]}
+        return {"gather": [(1, plan.traffic(case, "policy")["forward"])]}
+    sends = plan.traffic(case, name)
     critic = name == "critic"
-    updates, stays = args.updates if critic else 1, not case.kept[name].reshard
+    updates = args.updates if critic else 1
     packs = args.packs * updates
-    forwards, backwards = (updates, 0) if stays else (packs * (1 + critic), packs)
-    return {"gather": [(forwards, sends["forward"]), (backwards, sends["backward"])],
+    return {"gather": [(packs * (1 + critic), sends["forward"]), (packs, sends["backward"])],
             "reduce": [(packs, sends["reduce"])], "all-reduce": [(updates, sends["all-reduce"])]}
 
 
@@ -37,7 +36,8 @@ class Phases(trainer.Phases):
         args, cfg = trainer.parse()
         case = trainer.case_of(args, cfg, dist.World(0, args.world, torch.device("cuda", 0), torch.bfloat16))
         model = name.partition("[")[0]
-        for collective, parts in planned(model, args, case).items() if model in ("sync", *case.kept) else ():
+        collectives = planned(model, args, case) if model in ("sync", *case.models) else {}
+        for collective, parts in collectives.items():
             counted = [SENDS.pop((collective, way), 0) / configs.GIB for way in ("within", "between")]
             by_plan = [sum(times * sent[i] for times, sent in parts) / configs.GIB for i in (0, 1)]
             say({"bench": "nullgpu-network", "shards": case.shards, "phase": name, "collective": collective,

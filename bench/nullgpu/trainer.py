@@ -121,7 +121,7 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
     with torch.device("meta"):
         module = kind(config)
     case = case_of(args, cfg, world)
-    module = dist.shard(module, dist.mesh(world, case.shards), world.dtype, **case.kept[name]._asdict())
+    module = dist.shard(module, dist.mesh(world, case.shards), world.dtype, case.recompute[name])
     module.to_empty(device="cpu" if case.offloads else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
@@ -246,8 +246,7 @@ def main() -> None:
          "device_gib": round(case.gpu.memory / GIB, 1), **vars(args), "dtype": str(dtype),
          "pack_len": case.cfg.pack_len, "offload": case.cfg.offload, "params": case.params,
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""), "shards": case.shards,
-         "recompute": {name: kept.recompute for name, kept in case.kept.items()},
-         "reshard": {name: kept.reshard for name, kept in case.kept.items()}})
+         "recompute": case.recompute})
     policy = make_role("policy", config, args, cfg, world)
     roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
     with contextlib.nullcontext() if args.plain else pageable:
