@@ -165,8 +165,8 @@ def load(
         lines.append(check_engine(engine, policy.model, inputs.problems, world, cfg))
     start = saved["step"]
     noted = facts["noted"]
-    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own, lock.check)
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm, lock.check)
+    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in lines:
         log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
