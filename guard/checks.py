@@ -66,7 +66,7 @@ def preflight(
 # writes into no repository.
 WRITTEN = (
     ".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
-    "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html"
+    "alarms.old.jsonl ckpt export samples eval tb plot.png report.html"
 ).split()
 
 

@@ -25,7 +25,7 @@ import configs
 import data
 import dist
 import train
-from configs import UserError, misfit, read_jsonl
+from configs import UserError, misfit
 from engine import MemoryLedger, eos_ids
 from guard.checks import is_run
 from guard.lock import FolderLock
@@ -434,18 +434,6 @@ def test_a_folder_of_checkpoints_that_cannot_be_listed_once_ends_no_run(tmp_path
     assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000005"]
 
 
-@pytest.mark.parametrize("obstacle", ["file", "link"])
-def test_packs_that_cannot_be_dumped_end_no_run(base, tmp_path, obstacle, capsys):
-    if obstacle == "file":
-        (tmp_path / "nonfinite").touch()
-    else:
-        (tmp_path / "nonfinite").symlink_to(tmp_path / "nonfinite")
-    left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
-    assert left and again and "three updates" in ended
-    texts = [row["text"] for row in read_jsonl(tmp_path / "alarms.jsonl")]
-    assert texts and all("its packs can't be written to" in text for text in texts)
-
-
 def measured_without_descriptors():
     ledger = MemoryLedger("cpu")
     free = os.open("/dev/null", os.O_RDONLY)
@@ -590,18 +578,6 @@ def looked(base, out, call):
                 and p.is_file() or p.name == "samples"]
     assert read_metrics(out) == []
     return said
-
-
-def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
-    holder = FolderLock(tmp_path / "run/lock")
-    holder.claim()
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-X", "importtime", f"{ROOT}/train.py", "tiny-ppo", "--ranks", "2",
-                           "--model", tiny, "--data", *base.data, "--out", f"{tmp_path}/run"],
-                          capture_output=True, text=True, timeout=60)
-    holder.release()
-    assert f"run is in use by process {os.getpid()} on " in done.stderr.splitlines()[-1]
-    assert "| torch\n" not in done.stderr and time.monotonic() - began < 15
 
 
 # --- signals and hosts
