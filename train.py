@@ -435,22 +435,14 @@ def policy_pack_loss(
         old, p.engine_logp, p.mask, segment, cfg.mismatch, *cfg.mismatch_bounds
     )
     correction = 1.0 if cfg.mismatch == "none" else weight
-    ratio = "token"
     weights = p.mask / tokens
+    ratio = "token"
     if cfg.algo == "grpo":
         ratio = cfg.ratio
-        weights = grpo.token_weights(
-            p.mask,
-            segment,
-            cfg.aggregation,
-            tokens,
-            responses,
-            cfg.max_response_len,
-            p.prompt_share,
-        )
+        sizes = (tokens, responses, cfg.max_response_len)
+        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, *sizes, p.prompt_share)
     inputs = (logp, old, p.advantages, p.mask, segment, weights)
-    clip = (cfg.clip_low, cfg.clip_high)
-    loss, clipped = grpo.policy_loss(*inputs, ratio, *clip, correction)
+    loss, clipped = grpo.policy_loss(*inputs, ratio, cfg.clip_low, cfg.clip_high, correction)
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,

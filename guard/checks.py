@@ -66,7 +66,7 @@ def preflight(
 # writes into no repository.
 WRITTEN = (
     ".git config.json plan.json metrics.jsonl metrics.old.jsonl alarms.jsonl "
-    "alarms.old.jsonl ckpt export samples eval tb nonfinite plot.png report.html"
+    "alarms.old.jsonl ckpt export samples eval tb plot.png report.html"
 ).split()
 
 
@@ -166,11 +166,12 @@ def check_space(folder: Path, needed: float) -> None:
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
     """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids."""
-    ours = tokenizer.get_vocab().items()
+    known = load_config(cfg.model).vocab_size
+    ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
         path = getattr(cfg, flag)
         require(
-            not path or ours <= load_tokenizer(path).get_vocab().items(),
+            not path or ours.items() <= load_tokenizer(path).get_vocab().items(),
             f"--{flag} {path} has another vocabulary than --model {cfg.model}",
             f"a --{flag} with the policy's tokenizer",
         )

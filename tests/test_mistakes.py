@@ -211,7 +211,8 @@ def test_a_rank_without_torchrun_is_one_line(monkeypatch):
 
 
 def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the ranks are small programs
-    (tmp_path / "rank.py").write_text("from configs import UserError, user_errors\n"
+    (tmp_path / "rank.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+                                      "from configs import UserError, user_errors\n"
                                       "with user_errors('train.py'):\n    raise UserError('a; needed: b')\n")
     (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
     assert forked(f"{tmp_path}/main.py", cwd=tmp_path).communicate()[1] == "train.py: a; needed: b\n"
