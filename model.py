@@ -467,7 +467,11 @@ class PackModel(nn.Module):
         self.config = config
         self.compute_dtype = torch.float32  # dist.shard may choose another
         backbone = backbone_class(type(config))
-        self.model = backbone._from_config(config, attn_implementation="torz", dtype=torch.float32)
+        self.model = backbone._from_config(
+            config,
+            attn_implementation="torz",
+            dtype=torch.float32,
+        )
         # eval() turns off dropout. With dropout, the log-probs of two forward passes would differ.
         self.model.eval()
         for module in self.model.modules():
@@ -493,13 +497,23 @@ class PackModel(nn.Module):
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
         """Returns the last hidden states (…, D) of tokens (…,) at positions (…,)."""
-        out = self.model(input_ids=tokens, position_ids=positions, use_cache=False, **attention)
+        out = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            **attention,
+        )
         return out.last_hidden_state
 
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
         """Returns (n, D): for each index i in `at` (n,), the last layer's hidden state at the token before i.
         A head computes the log-prob of token i, or a value, from this hidden state."""
-        segments = Segments(pack.cu_seqlens, pack.longest, pack.unique, pack.inverse)
+        segments = Segments(
+            pack.cu_seqlens,
+            pack.longest,
+            pack.unique,
+            pack.inverse,
+        )
         tokens = pack.tokens[pack.unique]
         positions = pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)

@@ -359,7 +359,14 @@ class Slots:
 
 
 class TorchEngine(Engine):
-    def __init__(self, path, tokenizer, cfg, device="cpu", dtype=torch.float32):
+    def __init__(
+        self,
+        path,
+        tokenizer,
+        cfg,
+        device="cpu",
+        dtype=torch.float32,
+    ):
         super().__init__(path, tokenizer, cfg, device, dtype)
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
