@@ -851,7 +851,7 @@ def tyro_errors(command: str) -> Iterator[None]:
         if not e.code:  # --help
             raise
         # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help.
-        box = re.sub(r"\x1b\[[\d;]*m|[│├╮]", "", said.getvalue())
+        box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
         found = f"{parts[1]} ({parts[2]})"
         needed = "another command line; docs/faq.md has the names of other libraries' flags"
@@ -866,7 +866,7 @@ def run_command(function: Callable, prog: str) -> Any:
     with user_errors(prog):
         with tyro_errors(prog):  # hides stderr, so `function` must run later
             later = functools.partial(functools.partial, function)
-            call = tyro.cli(functools.wraps(function)(later))
+            call = tyro.cli(functools.wraps(function)(later), prog=prog)
         return call()
 
 
