@@ -646,7 +646,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
 
 def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [line.replace("}", ', "n": 1.10}') for line in Path(base.data[0]).read_text().splitlines()]
+    lines = [line.replace("}", ', "n": 1.5}') for line in Path(base.data[0]).read_text().splitlines()]
     Path("a.jsonl").write_text("\n".join(lines[:25]))
     Path("b.json").write_text(f"[{','.join(lines[25:])}]")
     argv = [tiny, "a.jsonl", "b.json", *EVAL, "--reward", *base.reward, "--write_rows"]
