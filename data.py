@@ -123,10 +123,10 @@ class Sample:
     @property
     def policy_text(self) -> str:
         r"""Returns the text that graders read: the policy's turns."""
-        return "\n".join(self.segments[::2])
+        return "\n".join(self.turn_texts[::2])
 
     @property
-    def segments(self) -> list[str]:
+    def turn_texts(self) -> list[str]:
         """Returns the parts of `text`: the policy's first turn, the environment's text, the policy's next
         turn, …"""
         return [*self.earlier, self.text[len("".join(self.earlier)) :]]
@@ -223,13 +223,8 @@ def load_problems(
     seen = set()
     repeated = too_long = 0
     for path in paths:
-        rows = []
-        for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
-            if row is None or row in seen:
-                repeated += 1
-            else:
-                rows.append((number, row))
-                seen.add(row)
+        rows, copies = _new_rows(path, seen, cfg, keep_fields)
+        repeated += copies
         for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
@@ -261,6 +256,20 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
+
+
+def _new_rows(path, seen, cfg, keep_fields):
+    """Returns the rows of a file that are not in the set `seen`, as pairs (number, Row), and the number of
+    the other rows. Adds the rows to `seen`."""
+    rows = []
+    repeated = 0
+    for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
+        if row is None or row in seen:
+            repeated += 1
+        else:
+            rows.append((number, row))
+            seen.add(row)
+    return rows, repeated
 
 
 def prompt_encoder(
@@ -491,7 +500,7 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
         text=s.text + text,
         turns=s.turns + 1,
         turn_start=len(s.ids) + len(ids),
-        earlier=(*s.segments, text),
+        earlier=(*s.turn_texts, text),
     )
 
 
@@ -546,7 +555,9 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
         packs += 1
     # The ranks take the sorted packs in turn. So the k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -cost[b].sum())
-    indices = [[i for u in b for i in units[u]] for b in bins]
+    indices = []
+    for b in bins:
+        indices.append(sum((units[u] for u in b), []))
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
@@ -579,7 +590,9 @@ def partition(
 
     Each item goes to the cheapest list with room, the most expensive item first (the LPT rule)."""
     cost = lengths if cost is None else cost
-    out, tokens, total = [[] for _ in range(bins)], np.zeros(bins), np.zeros(bins)
+    out = [[] for _ in range(bins)]
+    tokens = np.zeros(bins)
+    total = np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
         has_room = tokens + lengths[i] <= cap
         if not has_room.any():
@@ -603,7 +616,9 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     step: the step whose weights sampled the `fresh_tokens`; None: all loss tokens are fresh"""
     samples = samples or [FILLER]
     columns = [_columns(s, step) for s in samples]
-    arrays = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    arrays = {}
+    for name in columns[0]:
+        arrays[name] = np.concatenate([c[name] for c in columns])
     unique, inverse = unique_prefixes([c["tokens"].tolist() for c in columns])
     lengths = [s.length for s in samples]
     arrays |= dict(
@@ -628,14 +643,16 @@ def _columns(s, step):
         return np.concatenate([np.zeros(outside, values.dtype), values])
 
     sampled = of_response(s.is_sampled)
-    mask = sampled & s.in_loss
+    mask = fresh = sampled & s.in_loss
+    if step is not None:
+        fresh = mask & (of_response(s.token_versions) == step)
     rewards = np.zeros(s.length, np.float32)
     rewards[sampled.nonzero()[0][-1:]] = s.score  # at the last sampled token
     return dict(
         tokens=np.concatenate([s.prompt, s.ids], dtype=np.int64),
         positions=np.arange(s.length),
         mask=mask,
-        fresh=mask if step is None else mask & (of_response(s.token_versions) == step),
+        fresh=fresh,
         engine_logp=of_response(s.logp.astype(np.float32)),
         rewards=rewards,
         # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.

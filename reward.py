@@ -107,9 +107,9 @@ def kind_of(reward: Sequence[str]) -> str:
 def think_then_answer(text: str) -> float:
     """Returns 1 for the format <think> … </think> <answer> … </answer>, each tag on its own line, else 0
     (Open-R1's format reward)."""
-    start, middle, end = "<think>\n", "\n</think>\n<answer>\n", "\n</answer>\n"
-    _, _, answer = text[len(start) :].partition(middle)
-    return float(text.startswith(start) and end in f"{answer}\n")
+    start = "<think>\n"
+    _, _, answer = text[len(start) :].partition("\n</think>\n<answer>\n")
+    return float(text.startswith(start) and "\n</answer>\n" in f"{answer}\n")
 
 
 def tag_count(text: str) -> float:
@@ -138,8 +138,14 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     """Returns the terms of --reward that grade the responses of a data set. The first term decides whether a
     response is correct. If a data set has a term DATASET@FILE.py:FUNCTION, the terms math, choice and exact
     do not grade its responses."""
-    own = [t for t in terms if t.dataset and t.dataset == dataset.casefold()]
-    return own + [t for t in terms if not t.dataset and (t.custom or (t.kind and not own))]
+    graders = [t for t in terms if t.is_grader]
+    own = [t for t in graders if t.dataset == dataset.casefold()]
+    if not dataset:
+        return own
+    others = [t for t in graders if not t.dataset]
+    if own:
+        others = [t for t in others if t.custom]
+    return own + others
 
 
 # --- grading a file

@@ -593,7 +593,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
         row["row"] = json.loads(problem.fields)
     if s.turns > 1:
         row["turns"] = s.turns
-        row["segments"] = s.segments
+        row["segments"] = s.turn_texts
     if save_logps:
         row["ids"] = s.ids.tolist()
         row["logps"] = np.where(s.is_sampled, s.logp.astype(float).round(4), None).tolist()

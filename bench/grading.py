@@ -52,7 +52,7 @@ def box(answer: str) -> str:
 
 
 def descriptors(grader: Grader) -> list[int]:
-    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader._process.pid)]
+    return [len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), grader.comparisons.process.pid)]
 
 
 def bench_typical(grader: Grader, count: int, workers: int) -> bool:

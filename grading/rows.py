@@ -161,7 +161,7 @@ def _unused(fields, problem, turns, where):
     and of the data set. Raises UserError if such a field has a name of OF_QUESTION.
 
     problem: the value of the problem's field"""
-    shown = "".join(_texts([content for _, content in turns]))
+    shown = " ".join(_texts([content for _, content in turns]))
     found = []
     for name, value in fields.items():
         if name in KNOWN or value is problem or all(text in shown for text in _texts(value)):
@@ -176,15 +176,15 @@ def _unused(fields, problem, turns, where):
 
 
 def _texts(value):
-    """Returns the texts in a value, also in lists and objects: each as words and signs between spaces. Null,
-    false, NaN and empty texts are left out."""
-    if isinstance(value, dict | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return [text for part in parts for text in _texts(part)]
-    if value in (None, False) or value != value:
-        return []
-    words = re.findall(r"\w+|[^\w\s]", str(value))
-    return [" ".join(["", *words, ""])] if words else []
+    """Returns the texts in a value, also in lists and objects, with single spaces. Null, false, NaN and empty
+    texts are left out."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return list(itertools.chain(*map(_texts, value)))
+    text = "" if value in (None, False) or value != value else str(value)
+    words = text.split()
+    return [" ".join(words)] if words else []
 
 
 def _fields(row):
@@ -223,7 +223,8 @@ def _turns(prompt, where):
     turns = []
     for turn in prompt:
         fields = turn if isinstance(turn, dict) else {}
-        role, text = _first(fields, "role", "from"), _first(fields, "content", "value")
+        role = _first(fields, "role", "from")
+        text = _first(fields, "content", "value")
         role = "user" if role is None else ORZ_ROLES.get(str(role), role)
         require(
             role in ROLES and isinstance(text, str),
@@ -274,7 +275,9 @@ def _plain_text(value):
     if not _is_number(value) or value != value or abs(value) == math.inf:
         return None
     # Some programs write 5 as 5.0 if the column has nulls. Undo this.
-    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.0f}"
+    return str(value)
 
 
 def _answer(fields, kind, where):
@@ -315,7 +318,7 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
 
     rows: (number, Row) of one file"""
     lines = []
-    marked = [n for n, row in rows if any(special.search(text) for _, text in row.turns)]
+    marked = [number for number, row in rows if special.search(str(row.turns))]
     if marked:
         lines.append(
             f"the problem has chat markup or special tokens in {len(marked)} of {len(rows)} rows, "
@@ -375,11 +378,10 @@ def _letter_of(gold, choices, fields, where):
         found = list(choices)[int(index) :][:1] if index.isdecimal() else []
     else:
         text = (_answer(fields, "choice", where) or "").strip()
-        found = [
-            letter
-            for letter, choice in choices.items()
-            if text == choice.strip() or grade(text, letter, "choice")
-        ]
+        found = []
+        for letter, choice in choices.items():
+            if text == choice.strip() or grade(text, letter, "choice"):
+                found.append(letter)
     require(
         len(found) == 1,
         f"{where} has the answer {gold!a:.80}, which fits {len(found)} of its choices",
@@ -398,13 +400,15 @@ READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact P
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl, .parquet or .arrow
     file. Raises UserError if the file has no row or can't be read."""
-    file, row = data_file(path), None
+    file = data_file(path)
+    row = None
     if file.suffix in (".parquet", ".arrow"):
         rows = _arrow_rows(file)
     else:
         with file.open("rb") as f:
             is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
-        rows = _list_rows(file) if is_list and file.suffix != ".jsonl" else _line_rows(file)
+        is_list = is_list and file.suffix != ".jsonl"
+        rows = _list_rows(file) if is_list else _line_rows(file)
     for row in rows:
         yield row
     require(row is not None, f"{path} is empty", "at least one row")
@@ -420,7 +424,8 @@ def _arrow_rows(file):
             )  # 1000 rows in memory at once
         else:  # written by save_to_disk of the library `datasets`
             batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from enumerate(rows, 1)
 
 
 def _line_rows(file):

@@ -123,7 +123,9 @@ WARM = [
 
 # --- in a worker
 
-_work = None  # function: a request's arguments -> (reward, reason) or (Reply, "replied"); set by `serve`
+# `serve` sets these for a user's function.
+_function = grade  # a request's arguments -> a value
+_is_env = False  # whether the function is an environment
 _user_file = ""  # FILE.py
 
 
@@ -165,7 +167,9 @@ def _carry_out(request, deadline):
     # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
     signal.setitimer(signal.ITIMER_PROF, deadline)
     try:
-        outcome = (*_work(json.loads(request)), None)
+        value = _function(**json.loads(request))
+        result, reason = _replied(value) if _is_env else _rewarded(value)
+        outcome = (result, reason, None)
     except BaseException as error:  # a custom reward may also raise SystemExit
         outcome = (0.0, "error", _message(error))
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -195,7 +199,6 @@ def _init_worker(connection):
         limit = pages * resource.getpagesize() + MEMORY
         with suppress(ValueError):  # a lower limit is already set
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 # --- in the server
@@ -344,23 +347,21 @@ def serve(
     handle: file descriptor of the connection to the trainer
     spec: the user's function "FILE.py:FUNCTION"; "": the server compares answers
     known: names that the function's parameters may have: SCORE for a reward, TURN for --env"""
-    global _work, _user_file
+    global _function, _is_env, _user_file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(handle)
+    facts = dict(seconds=0, parallel=0)
     if spec:
+        _is_env = known == TURN
         _user_file = spec.rpartition(":")[0]
         try:
-            function, facts = _import_function(spec, known)
+            _function, facts = _import_function(spec, known)
         except (Exception, SystemExit) as error:
             _send(connection, 0, _message(error))
             _die()
-        finish = _replied if known == TURN else _rewarded
-        _work = lambda arguments: finish(function(**arguments))  # noqa: E731
     else:
         _warm()
-        facts = dict(seconds=0, parallel=0)
-        _work = lambda arguments: _rewarded(grade(*arguments))  # noqa: E731
     _send(connection, 0, facts)
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
@@ -417,6 +418,8 @@ class _Server:
         """Send a request, unless an equal one has no outcome yet."""
         if self.process is None:
             self.start()
+        if not self.requests:
+            self.heard = time.monotonic()  # an idle server says nothing
         waiting = self.waiting.setdefault(request, [])
         waiting.append(waiter)
         if len(waiting) == 1:
@@ -521,7 +524,8 @@ class Grader(AbstractContextManager):
         elif found := _grade_here(answer, gold, kind, more.get("problem") or ""):
             self._grades[key] = found
         else:
-            self.comparisons.add(json.dumps([answer, gold, kind]), (key, answer))
+            request = json.dumps(dict(answer=answer, gold=gold, kind=kind))
+            self.comparisons.add(request, (key, answer))
         self._read(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
@@ -667,7 +671,9 @@ def _grade_here(answer, gold, kind, problem):
     if kind == "math" and not answer.isdecimal() and repeats(answer, gold, problem):
         return Grade(0.0, "wrong", answer)
     equal = quick_grade(answer, gold, kind)
-    return None if equal is None else Grade(float(equal), reason_of(equal), answer)
+    if equal is None:
+        return None
+    return Grade(float(equal), reason_of(equal), answer)
 
 
 if __name__ == "__main__":

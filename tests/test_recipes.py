@@ -639,6 +639,18 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
     assert json.loads((together / "scores.json").read_text()) == found
 
 
+def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [line.replace("}", ', "n": 1.5}') for line in Path(base.data[0]).read_text().splitlines()]
+    Path("a.jsonl").write_text("\n".join(lines[:25]))
+    Path("b.json").write_text(f"[{','.join(lines[25:])}]")
+    argv = [tiny, "a.jsonl", "b.json", *EVAL, "--reward", *base.reward, "--write_rows"]
+    run_ranks(2, main, [*argv, "0<rate<.1", "hard.jsonl", "--out", "out"])
+    rewards = [row["reward"] for row in read_jsonl(Path("out/samples.jsonl"))]
+    hard = [i for i, rate in enumerate(np.array(rewards).reshape(40, 4).mean(1)) if 0 < rate < 0.1]
+    assert Path("hard.jsonl").read_text().splitlines() == [lines[i] for i in hard] and 0 < len(hard) < 40
+
+
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]

@@ -550,6 +550,15 @@ def test_a_stalled_server_is_replaced(custom):
         assert [g.reward for _, g in sorted(grader.results().items())] == [1_000] * 10
 
 
+def test_a_server_that_was_idle_for_long_is_not_replaced(custom):
+    spec = custom(SLOW)
+    with Grader(customs=[spec], deadline=20) as grader:
+        assert ready(grader, spec)
+        server, grader.servers[0].heard = server_of(grader), 0
+        grader.submit(0, "2", "", True, custom=spec)
+        assert grader.results()[0].reason == "correct" and server_of(grader) is server
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_no_process_outlives_a_killed_trainer(custom, held):
     """`held`: whether another child of the trainer keeps the server's connection open."""
