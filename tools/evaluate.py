@@ -335,12 +335,10 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
 
 def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
-    flags = {k: v for k, v in vars(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
-    flags |= {
-        "engine": c.cfg.engine_kind(engine.device.type == "cuda"),
-        "device": engine.device.type,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    flags = {name: getattr(c.cfg, name) for name in EVAL_FLAGS if name != "out"}
+    flags["engine"] = c.cfg.engine_kind(engine.device.type == "cuda")
+    flags["device"] = engine.device.type
+    flags["dtype"] = str(engine.dtype).removeprefix("torch.")
     return {
         "model": c.cfg.model,
         "model_files": folder_fingerprint(c.path),
