@@ -190,8 +190,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
-        flags = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
-        print(__doc__, textwrap.fill(flags, 80, break_on_hyphens=False), sep="\n")
+        text = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
+        print(__doc__, textwrap.fill(text, 80, break_on_hyphens=False), sep="\n")
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = argv[len(paths) :]

@@ -878,10 +878,8 @@ def remedy(case: Case) -> str:
         if shortage(replace(case, world=ranks, local=local, cfg=other)):
             continue
         flags = [f"--{name} {x}" for name, x in change.items() if getattr(cfg, name) != x]
-        if ranks > case.world:
-            machines = f"{ranks} ranks, {local} a machine"
-            return ", ".join([machines, " ".join(flags)]) if flags else machines
-        return " ".join(flags)
+        machines = f"{ranks} ranks, {local} a machine" if ranks > case.world else ""
+        return ", ".join(filter(None, [machines, " ".join(flags)]))
     return "a smaller --model, or devices with more memory"
 
 
