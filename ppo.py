@@ -75,7 +75,9 @@ def whitening_stats(x: Tensor, mask: Tensor) -> Tensor:
     over packs and ranks."""
     x = torch.where(mask, x, 0).double()
     count = mask.sum().double()
-    return torch.stack([count, x.sum(), (x * x).sum()])
+    total = x.sum()
+    squares = (x * x).sum()
+    return torch.stack([count, total, squares])
 
 
 def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
@@ -87,7 +89,8 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     mean = total / count
     variance = squares / count - mean * mean
     std = variance.clamp(min=0).sqrt()
-    return torch.where(mask, (x - mean) / (std + 1e-8), 0)
+    whitened = (x - mean) / (std + 1e-8)
+    return torch.where(mask, whitened, 0)
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
@@ -141,4 +144,5 @@ def value_loss(
         near = old_values + (values - old_values).clamp(-clip, clip)
         clipped = (near - returns) ** 2
         loss = torch.maximum(loss, clipped)
-    return torch.where(mask, loss, 0).sum() / (2 * tokens)
+    total = torch.where(mask, loss, 0).sum()
+    return total / (2 * tokens)

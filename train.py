@@ -33,12 +33,15 @@ from configs import (
     show,
     user_errors,
 )
+from guard.lock import FolderLock
 
 # Before the slow `import torch`, so that --help and wrong flags get a quick answer.
 if __name__ == "__main__":
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
+        if os.environ.get("RANK", "0") == "0":
+            FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))

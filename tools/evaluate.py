@@ -196,8 +196,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
-        flags = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
-        print(__doc__, textwrap.fill(flags, 80, break_on_hyphens=False), sep="\n")
+        text = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
+        print(__doc__, textwrap.fill(text, 80, break_on_hyphens=False), sep="\n")
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = argv[len(paths) :]
@@ -340,12 +340,10 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
 
 def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
-    flags = {k: v for k, v in vars(c.cfg).items() if k in EVAL_FLAGS and k != "out"}
-    flags |= {
-        "engine": c.cfg.engine_kind(engine.device.type == "cuda"),
-        "device": engine.device.type,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-    }
+    flags = {name: getattr(c.cfg, name) for name in EVAL_FLAGS if name != "out"}
+    flags["engine"] = c.cfg.engine_kind(engine.device.type == "cuda")
+    flags["device"] = engine.device.type
+    flags["dtype"] = str(engine.dtype).removeprefix("torch.")
     return {
         "model": c.cfg.model,
         "model_files": folder_fingerprint(c.path),

@@ -100,8 +100,11 @@ def gpu_of(device: str, memory: float) -> GPU:
     """Returns a GPU with the name `device`, which the driver reports, and with `memory` bytes. Its speeds are
     those of the GPU in GPUS whose name before "-" occurs in `device`. Without such a GPU, the speeds
     are 0."""
-    same = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in device)
-    return next(same, GPU(device, 0))._replace(name=device, memory=memory)
+    for name, gpu in GPUS.items():
+        kind, _, _ = name.partition("-")
+        if kind in device:
+            return gpu._replace(name=device, memory=memory)
+    return GPU(device, memory)
 
 
 # --- the model
@@ -136,9 +139,10 @@ class Shape:
     @property
     def layer(self) -> int:
         """Number of parameters of a layer: matrices, two norms, biases."""
-        matrices = 2 * self.q + 2 * self.kv + 3 * self.inner
-        biases = self.q + 2 * self.kv if self.qkv_bias else 0
-        return self.hidden * (matrices + 2) + biases
+        of_attention = self.q + 2 * self.kv
+        biases = of_attention if self.qkv_bias else 0
+        width = of_attention + self.q + 3 * self.inner  # of all matrices together
+        return self.hidden * (width + 2) + biases
 
     @property
     def critic_params(self) -> int:
@@ -247,13 +251,16 @@ class Case:
     @property
     def number(self) -> int:
         """Bytes of one number in activations and gathered weights."""
-        bf16 = self.cfg.dtype == "bfloat16" or (self.cfg.dtype == "auto" and self.gpu)
-        return 2 if bf16 else 4
+        usual = "bfloat16" if self.gpu else "float32"
+        dtype = self.cfg.dtype.replace("auto", usual)
+        return 2 if dtype == "bfloat16" else 4
 
     @property
     def capacity(self) -> float:
         """Bytes of memory of a rank's device."""
-        return self.gpu.memory if self.gpu else self.host / self.local or float("inf")
+        if self.gpu:
+            return self.gpu.memory
+        return self.host / self.local or float("inf")
 
     @property
     def within(self) -> float:
@@ -291,8 +298,10 @@ class Case:
     @property
     def state(self) -> float:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
-        ref = 4 * self.shapes[2].policy_params if self.cfg.has_ref else 0
-        return (STATE_BYTES * sum(self.params.values()) + ref) / self.shards
+        whole = STATE_BYTES * sum(self.params.values())
+        if self.cfg.has_ref:
+            whole += 4 * self.shapes[2].policy_params
+        return whole / self.shards
 
     @property
     def engine_sleeps(self) -> bool:
@@ -331,10 +340,12 @@ def recomputed_layers(case: Case, name: str) -> int:
     layers = case.models[name].layers
     if case.cfg.recompute != "auto":
         words = {"none": 0, "layers": layers}
-        return min(int(words.get(case.cfg.recompute, case.cfg.recompute)), layers)
+        count = words.get(case.cfg.recompute, case.cfg.recompute)
+        return min(int(count), layers)
+    limit = (1 - HEADROOM) * case.capacity
     for count in range(layers):
-        peak = max(usage["total"] for usage in _update_instants(case, name, count))
-        if peak <= (1 - HEADROOM) * case.capacity:
+        instants = _update_instants(case, name, count)
+        if all(_with_total(case, usage)["total"] <= limit for usage in instants):
             return count
     return layers
 
@@ -356,10 +367,11 @@ def settle(case: Case) -> Config:
         places = [cfg.offload]
     least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
     packs = [least]
-    while not cfg.pack_len and case.timed and packs[-1] < min(case.minibatch, 4 * least):
-        packs.append(2 * packs[-1])
+    if case.timed and not cfg.pack_len:
+        packs += [n * least for n in (2, 4) if n * least < 2 * case.minibatch]
+    smallest = replace(cfg, shard_ranks=shards[-1], offload=places[-1], pack_len=least)
     if len(shards) == len(places) == len(packs) == 1:
-        return replace(cfg, shard_ranks=shards[0], offload=places[0], pack_len=least)
+        return smallest
     for ranks, place in product(shards, places):
         found = []  # pairs (seconds of a step, config)
         for length in packs:
@@ -367,20 +379,26 @@ def settle(case: Case) -> Config:
             planned = replace(case, cfg=choice)
             if not _leaves_room(planned):
                 continue
-            time = seconds(planned, *planned.longest)["step"] if planned.timed else 0.0
+            time = 0.0
+            if planned.timed:
+                time = seconds(planned, *planned.longest)["step"]
             found.append((time, choice))
         if found:
             enough = 1.001 * min(time for time, _ in found)
             return [choice for time, choice in found if time <= enough][-1]
-    return replace(cfg, shard_ranks=shards[-1], offload=places[-1], pack_len=least)
+    return smallest
 
 
 def _leaves_room(case):
     """Returns whether the case fits, with the share HEADROOM of a GPU's memory left free."""
-    if shortage(case) or host_need(case)["machine"] > (case.host or float("inf")):
+    if shortage(case):
+        return False
+    machine = host_need(case)["machine"]
+    if machine > case.host > 0:
         return False
     _, usage = fullest(case)
-    return not case.gpu or usage["total"] <= (1 - HEADROOM) * case.capacity
+    limit = (1 - HEADROOM) * case.capacity
+    return not case.gpu or usage["total"] <= limit
 
 
 def check_ranks(cfg: Config, ranks: int) -> None:
@@ -423,7 +441,8 @@ def _per_token(case, shape, recompute):
     # (data.LEAST_SHARED).
     of_mlp = 3 - shape.silu if case.gpu else 4
     shared = 4 * d + shape.q + of_mlp * inner
-    stored = case.number * (0.96 * shared + 2 * shape.q + 2 * shape.kv)
+    of_segments = 2 * shape.q + 2 * shape.kv
+    stored = case.number * (0.96 * shared + of_segments)
     whole = stored * (shape.layers - recompute)
     inputs = case.number * d * recompute
     # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
@@ -501,7 +520,7 @@ def _update_instants(case, name, recompute):
     }
     # 3. AdamW's step, with temporary memory of the size of the weight shards.
     of_step = {"AdamW's step": shard}
-    return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer, of_step)]
+    return [at_rest | usage for usage in (of_head, of_layer, of_step)]
 
 
 def _engine_memory(case):
@@ -509,14 +528,18 @@ def _engine_memory(case):
     of the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no
     more than --max_num_seqs responses of full length need."""
     cfg = case.cfg
-    rows = cfg.max_num_seqs if case.gpu else min(cfg.max_num_seqs, case.responses)
+    rows = cfg.max_num_seqs
+    if not case.gpu:
+        rows = min(rows, case.responses)
     buffers = 4 * SAMPLER_COPIES * rows * case.models["policy"].vocab
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.gpu:
         buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
-        room = max(cfg.engine_share * case.gpu.memory - case.engine_weights - buffers, 0.0)
+        share = cfg.engine_share * case.gpu.memory
+        room = max(share - case.engine_weights - buffers, 0.0)
         pages = 1 + rows * -(-cfg.engine_len // KV_PAGE)
-        cache = room if case.engine_sleeps else min(room, pages * KV_PAGE * case.kv_bytes)
+        cache = pages * KV_PAGE * case.kv_bytes
+        cache = room if case.engine_sleeps else min(room, cache)
     return {"engine weights": case.engine_weights, "engine buffers": buffers, "KV cache": cache}
 
 
@@ -543,7 +566,10 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         "gathered weights": case.number * largest * copies,
         "engine weights": case.engine_weights,
     }
-    instants = [("sync", sync | _asleep(case)), ("rollout", _engine_memory(case))]
+    instants = [
+        ("sync", sync | _asleep(case)),
+        ("rollout", _engine_memory(case)),
+    ]
     # Without --ref_model, ref has the policy's shape. Then the policy's update needs more memory than ref.
     if case.cfg.ref_model:
         shape = case.shapes[2]
@@ -557,10 +583,10 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
             "logits": _logits(case, shape.vocab, tokens),
         }
         instants.append(("ref", ref | _asleep(case)))
-    instants = [(phase, _with_total(case, usage)) for phase, usage in instants]
     for name, recompute in case.recompute.items():
-        instants += [(name, usage) for usage in _update_instants(case, name, recompute)]
-    return instants
+        for usage in _update_instants(case, name, recompute):
+            instants.append((name, usage))
+    return [(phase, _with_total(case, usage)) for phase, usage in instants]
 
 
 def _with_total(case, usage):
@@ -569,11 +595,11 @@ def _with_total(case, usage):
     CUDA and idle state: the memory of CUDA and NCCL, plus the weights and AdamW's moments that are on the
         device but not counted in `usage`
     total: the sum of all items"""
-    idle = 0.0
-    if not case.offloads:  # HOLES: many small tensors
-        idle = (1 + HOLES) * case.state - usage.get("weights", 0.0) - usage.get("AdamW", 0.0)
-    cuda = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0
-    usage = usage | {"CUDA and idle state": cuda + idle}
+    idle = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0.0
+    if not case.offloads:
+        counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
+        idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
+    usage = usage | {"CUDA and idle state": idle}
     return {"total": sum(usage.values())} | usage
 
 
@@ -608,8 +634,11 @@ def host_need(case: Case) -> dict[str, float]:
         "rank's checkpoint copy": checkpoint / case.shards,
         "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
     }
-    training = 0 if case.gpu else fullest(case)[1]["total"]
-    return rank | {"machine": case.local * (sum(rank.values()) + training)}
+    of_rank = sum(rank.values())
+    if not case.gpu:  # then models and engine are in host memory, too
+        _, usage = fullest(case)
+        of_rank += usage["total"]
+    return rank | {"machine": case.local * of_rank}
 
 
 def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
@@ -662,18 +691,21 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     nodes = -(-case.shards // case.local)  # that share one copy of the weights
     copies = case.world // case.shards
     all_nodes = -(-case.world // case.local)
+    layers = case.number * shape.layers * shape.layer
+    shard = 4 * params / case.shards
     return {
         "forward": sent(case.number * params, case.shards, nodes),
-        "backward": sent(case.number * shape.layers * shape.layer, case.shards, nodes),
+        "backward": sent(layers, case.shards, nodes),
         "reduce": sent(4 * params, case.shards, nodes),
-        "all-reduce": sent(4 * params / case.shards, copies, min(copies, all_nodes), times=2),
+        "all-reduce": sent(shard, copies, min(copies, all_nodes), times=2),
     }
 
 
 def _network(case, n):
     """Returns the seconds in which each rank sends `n` (a Sent). Transfers within and between nodes run at
     the same time, so only the longer counts."""
-    return max(n.within / case.within, case.local * n.between / case.between)
+    of_node = case.local * n.between
+    return max(n.within / case.within, of_node / case.between)
 
 
 def _passes(case, name, prompt, response):
@@ -686,10 +718,13 @@ def _passes(case, name, prompt, response):
     shape = case.models[name]
     length = prompt + response
     tokens = cfg.samples_per_step * length / case.world  # that one rank trains on in a step
-    packs = cfg.minibatches * -(-tokens // (cfg.minibatches * cfg.pack_len))
-    flop = forward_flops(shape.layers * shape.layer, shape.layers, shape.q, tokens, tokens * length)
+    of_minibatch = tokens / cfg.minibatches
+    packs = cfg.minibatches * -(-of_minibatch // cfg.pack_len)
+    params = shape.layers * shape.layer
+    flop = forward_flops(params, shape.layers, shape.q, tokens, tokens * length)
     device = flop / (MFU * case.gpu.flops) / packs  # of the layers' forward pass
-    host = shape.layers * (LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0))
+    of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
+    host = shape.layers * of_layer
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
     # backward pass costs two forward passes, and one more in each recomputed layer.
     forward = max(device, host / 3)
@@ -700,16 +735,17 @@ def _passes(case, name, prompt, response):
         of_head = _head_seconds(case, shape, tokens * response / length / packs)
         forward += of_head[0]
         backward += of_head[1]
-    network = {kind: _network(case, n) for kind, n in traffic(case, name).items()}
-    forward = max(forward, network["forward"])
-    transfer = network["backward"] + network["reduce"]
-    last = max(backward, transfer + network["all-reduce"])
+    sends = traffic(case, name)
+    forward = max(forward, _network(case, sends["forward"]))
+    transfer = _network(case, sends["backward"]) + _network(case, sends["reduce"])
+    last = max(backward, transfer + _network(case, sends["all-reduce"]))
     backward = max(backward, transfer)
     updates = cfg.passes_per_step * getattr(cfg, f"{name}_updates")
     passes = cfg.passes_per_step * packs
     optimizer = OPTIMIZER_HOST[case.shards > 1] * shape.layers
     # The last backward pass of an update sums the gradients over all copies of the model.
-    training = passes * (forward + backward) + updates * (last - backward + optimizer)
+    training = passes * (forward + backward)
+    training += updates * (last - backward + optimizer)
     return packs * forward, training
 
 
@@ -734,10 +770,13 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     gpu = case.gpu
     # To decode one token of each response in a batch, an engine reads the weights and the KV cache once. This
     # costs the time for reading or the time for computing, whichever is longer.
-    batch = max(1, min(cfg.max_num_seqs, case.responses, kv_tokens(case) // (prompt + response)))
-    read = case.engine_weights + batch * (prompt + response / 2) * case.kv_bytes
+    fitting = kv_tokens(case) // (prompt + response)
+    batch = max(1, min(cfg.max_num_seqs, case.responses, fitting))
+    cached = batch * (prompt + response / 2)  # tokens in the KV cache, as a mean over the response
+    read = case.engine_weights + cached * case.kv_bytes
+    reading = read / (BANDWIDTH * gpu.hbm)
     flop = 2 * case.params["policy"] * batch / cfg.tp
-    device = max(read / (BANDWIDTH * gpu.hbm), flop / (MFU * gpu.flops))
+    device = max(reading, flop / (MFU * gpu.flops))
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
@@ -748,16 +787,14 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     return max(steps * device, longest, host)
 
 
-def _moved(case):
-    """Returns a dict: phase -> seconds in which a rank copies state between host and device; {} if the state
-    stays on the device."""
-    if not case.offloads:
-        return {}
-    weights = 4 * case.params["policy"]
-    size = {"sync": weights, "old_logp": weights, "ref": 4 * case.shapes[2].policy_params}
-    # A trained model moves with its optimizer's state, to the device and back.
-    size |= {name: 2 * STATE_BYTES * n for name, n in case.params.items()}
-    return {phase: n / case.shards / HOST_COPY for phase, n in size.items()}
+def _moved_bytes(case, phase):
+    """Returns how many bytes of all weights and optimizer state move between host and device in the phase, if
+    the run offloads."""
+    if phase in case.models:  # moves with its optimizer's state, to the device and back
+        return 2 * STATE_BYTES * case.params[phase]
+    if phase in ("sync", "old_logp"):
+        return 4 * case.params["policy"]
+    return 4 * case.shapes[2].policy_params if phase == "ref" else 0
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -779,8 +816,9 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if "critic" in case.models:
         phases["values"], phases["critic"] = _passes(case, "critic", prompt, response)
     phases["policy"] = training
-    moved = _moved(case)
-    phases = {phase: time + moved.get(phase, 0) for phase, time in phases.items()}
+    if case.offloads:
+        for phase in phases:
+            phases[phase] += _moved_bytes(case, phase) / case.shards / HOST_COPY
     return phases | {"step": sum(phases.values())}
 
 
@@ -791,7 +829,8 @@ def shortage(case: Case) -> str:
     """Returns a sentence that says which memory is too small; "" if the run fits. The plan for CPUs is not
     exact, so on CPUs a plan of up to twice the available memory counts as fitting."""
     phase, usage = fullest(case)
-    if usage["total"] > case.capacity * (1 if case.gpu else 2):
+    limit = case.capacity if case.gpu else 2 * case.capacity
+    if usage["total"] > limit:
         largest = sorted(usage, key=usage.get, reverse=True)[1:4]  # without the total
         items = ", ".join(f"{item} {gib(usage[item])}" for item in largest)
         return (
@@ -835,11 +874,12 @@ def remedy(case: Case) -> str:
     for doublings, change in product(range(11), changes):
         ranks = case.world * 2**doublings
         local = min(ranks, node)
-        if shortage(replace(case, world=ranks, local=local, cfg=replace(cfg, **change))):
+        other = replace(cfg, **change)
+        if shortage(replace(case, world=ranks, local=local, cfg=other)):
             continue
-        words = [f"{ranks} ranks, {local} a machine,"] if ranks > case.world else []
-        words += [f"--{name} {x}" for name, x in change.items() if getattr(cfg, name) != x]
-        return " ".join(words).rstrip(",")
+        flags = [f"--{name} {x}" for name, x in change.items() if getattr(cfg, name) != x]
+        machines = f"{ranks} ranks, {local} a machine" if ranks > case.world else ""
+        return ", ".join(filter(None, [machines, " ".join(flags)]))
     return "a smaller --model, or devices with more memory"
 
 
@@ -916,11 +956,11 @@ def _model_rows(case, name, steps):
 
 def _columns(columns):
     """Turns column -> name -> number into name -> column -> number. A missing number is 0."""
-    names = dict.fromkeys(name for numbers in columns.values() for name in numbers)
-    return {
-        name: {column: numbers.get(name, 0) for column, numbers in columns.items()}
-        for name in names
-    }
+    rows = {}
+    for column, numbers in columns.items():
+        for name, number in numbers.items():
+            rows.setdefault(name, dict.fromkeys(columns, 0))[column] = number
+    return rows
 
 
 def as_text(plan: Plan) -> list[str]:
@@ -961,15 +1001,18 @@ def main() -> None:
     with suppress(UserError):  # without the data, `prompts` is 0
         prompts = sum(1 for path in cfg.data for _ in read_rows(path))
     check_ranks(cfg, world)
-    paths = (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model)
+    paths = (cfg.model, cfg.critic_model, cfg.ref_model)
+    shapes = [read_shape(path or cfg.model) for path in paths]
     gpu = None if cfg.device == "cpu" else GPUS[cfg.gpu]
     host = 0.0 if gpu else host_memory()
-    case = Case(cfg, world, [*map(read_shape, paths)], gpu, min(world, NODE), host, prompts)
+    case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
     plan = plan_of(case)
+    fits = verdict(case)
     if cfg.json:
-        print(json.dumps(plan | {"verdict": verdict(case), "config": vars(cfg)}))
-    else:
-        print(*as_text(plan), "", textwrap.fill(verdict(case), 80), sep="\n")
+        print(json.dumps(plan | {"verdict": fits, "config": vars(cfg)}))
+        return
+    lines = [*as_text(plan), "", textwrap.fill(fits, 80)]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -113,9 +113,8 @@ def facts(run: Path) -> dict[str, str]:
     """Returns the summary of a run as a dict: name -> text. ± is the standard error over the problems."""
     rows = read_metrics(run)
     config = read_json(run / "config.json")
-    algo, seed, model, steps = (
-        config.get(name, "–") for name in ("algo", "seed", "model", "steps")
-    )
+    names = ("algo", "seed", "model", "steps")
+    algo, seed, model, steps = (config.get(name, "–") for name in names)
     times = [row["time/step"] for row in rows if "time/step" in row]
     found = {
         "run": f"{algo}, seed {seed}, model {model}",
@@ -167,7 +166,8 @@ def story(run: Path) -> str:
     lines = [f"{name:19} {value}" for name, value in facts(run).items()]
     files = _files(run, "eval")
     if len(files) > 1:
-        first, last = (read_jsonl(file, ROW)[:3] for file in (files[0], files[-1]))
+        first = read_jsonl(files[0], ROW)[:3]
+        last = read_jsonl(files[-1], ROW)
         for base, trained in zip(first, last, strict=False):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
             for name, row in ("base   ", base), ("trained", trained):
@@ -229,7 +229,8 @@ def _samples(run, kind):
         cards = ""
         for right in (False, True):
             some = [row for row in rows if (row["reward"] >= 1) == right]
-            cards += "".join(map(_card, some[:: len(some) // SHOWN + 1]))
+            every = len(some) // SHOWN + 1
+            cards += "".join(map(_card, some[::every]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
@@ -252,23 +253,32 @@ def _card(row):
 
 def write_report(run: Path) -> None:
     """Write plot.png and report.html into the folder of a run. Raises OSError if this fails."""
-    plot([run], run / "plot.png")
-    picture = base64.b64encode((run / "plot.png").read_bytes()).decode()
+    file = run / "plot.png"
+    plot([run], file)
+    picture = base64.b64encode(file.read_bytes()).decode()
     alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]
-    plan = "\n".join(as_text(read_json(run / "plan.json")))
-    last = dict(chain(*map(dict.items, read_metrics(run))))  # metric -> its last value
+    config = read_json(run / "config.json")
+    plan = as_text(read_json(run / "plan.json"))
+    plan = escape("\n".join(plan))
+    last = {}  # metric -> its last value
+    for row in read_metrics(run):
+        last |= row
+    numbers = [
+        _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items())),
+        _fold("Plan", f"<pre>{plan}</pre>"),
+        _fold("Configuration", _table(config.items())),
+    ]
     sections = {
         "Summary (± standard error)": _table(facts(run).items()),
         "Alarms (step, text)": _table(alarms) if alarms else "None was raised.",
         "Curves": f'<div><img alt="curves" src="data:image/png;base64,{picture}"></div>',
         "Samples of the training": _samples(run, "samples"),
         "Answers to held-out problems": _samples(run, "eval"),
-        "Numbers": _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items()))
-        + _fold("Plan", f"<pre>{escape(plan)}</pre>")
-        + _fold("Configuration", _table(read_json(run / "config.json").items())),
+        "Numbers": "".join(numbers),
     }
     page = PAGE.replace("$title", escape(run.resolve().name))
-    page += "".join(f"<h2>{title}</h2>{html}" for title, html in sections.items() if html)
+    for title, html in sections.items():
+        page += f"<h2>{title}</h2>{html}" if html else ""
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
 

@@ -52,7 +52,8 @@ def make_tokenizer(tags: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS + tags])
+    added = [AddedToken(tag, normalized=False) for tag in TAGS + tags]
+    backend.add_tokens(added)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<eos>",
@@ -96,7 +97,8 @@ def guess(answer: int, rng: random.Random) -> int:
 
 def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
     """Returns all pairs of two-digit numbers in random order."""
-    pairs = list(itertools.product(range(10, 100), repeat=2))
+    numbers = range(10, 100)
+    pairs = list(itertools.product(numbers, repeat=2))
     rng.shuffle(pairs)
     return pairs
 
@@ -194,14 +196,19 @@ def pretrain(
     while len(texts) < count:
         rng.shuffle(problems)
         for problem in problems:
-            texts.append(task.text(problem, rng, final=len(texts) > count * 2 / 3))
+            final = len(texts) > count * 2 / 3
+            texts.append(task.text(problem, rng, final))
     prompt_len = len(tokenizer(texts[0][0]).input_ids)
     whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
     tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        model.parameters(),
+        lr=LR,
+        betas=(0.9, 0.98),
+        weight_decay=0.01,
+        fused=True,
     )
     batches = tqdm(tokens.split(BATCH), "pretraining the base model", mininterval=2)
     for i, batch in enumerate(batches):
@@ -210,7 +217,8 @@ def pretrain(
         optimizer.param_groups[0]["lr"] = LR * (warmup * cosine)
         longest = (batch != pad).sum(1).max()
         batch = batch[:, :longest]
-        logits = model(batch[:, :-1], use_cache=False).logits[:, prompt_len - 1 :]
+        logits = model(batch[:, :-1], use_cache=False).logits
+        logits = logits[:, prompt_len - 1 :]
         targets = batch[:, prompt_len:]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=pad)
         loss.backward()
