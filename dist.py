@@ -632,6 +632,12 @@ def phase(name: str) -> Iterator[None]:
         SECONDS[name] += time.perf_counter() - start
 
 
+def start_seconds() -> str:
+    """Returns the seconds of the start's parts, as text."""
+    parts = {name: s for name, s in SECONDS.items() if name.startswith("start/")}
+    return ", ".join(f"{name[6:]} {s:.1f}" for name, s in parts.items())
+
+
 def phase_seconds() -> dict[str, float]:
     """Returns phase -> seconds spent in it since the last call of this function."""
     seconds = dict(SECONDS)

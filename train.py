@@ -52,6 +52,7 @@ if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
+BEGIN = time.perf_counter()
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ from log import Logger, Meter
 from sampling import evaluate, sample_step, save_samples
 from tools import plan, report
 
+dist.SECONDS["start/imports"] = time.perf_counter() - BEGIN
 Minibatches = list[list[Pack]]  # one list of this rank's packs for each minibatch
 
 

@@ -140,6 +140,8 @@ def load(
         saved = ckpt.read_state(path)
         own = path.parent.parent == out
         cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
+        if saved["ranks"] == world.size:
+            cfg = as_before(cfg, saved["config"])
     elif path:
         cfg = replace(cfg, start_from=str(path))
     cfg, inputs = read_inputs(cfg, say)
@@ -169,9 +171,20 @@ def load(
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in lines:
         log.say(line)
+    log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     progress = (start, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
+
+
+def as_before(cfg: Config, before: Facts) -> Config:
+    """Returns the config with the checkpoint's values in place of --shard_ranks auto and --pack_len 0. So
+    gradients are rounded as before. before: the checkpoint's config"""
+    if cfg.shard_ranks == "auto":
+        cfg = replace(cfg, shard_ranks=before["shard_ranks"])
+    if cfg.pack_len == 0:
+        cfg = replace(cfg, pack_len=before["pack_len"])
+    return cfg
 
 
 class Inputs(NamedTuple):
@@ -208,7 +221,15 @@ def state_of(
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.
     read = saved["read"] | read
-    return {"config": asdict(cfg), "read": read, "noted": noted, "solved": solved}
+    if world.device.type == "cpu":  # another number of threads sums in another order
+        noted["threads of a rank"] = torch.get_num_threads()
+    return {
+        "config": asdict(cfg),
+        "ranks": world.size,
+        "read": read,
+        "noted": noted,
+        "solved": solved,
+    }
 
 
 @dist.phase("start/data")

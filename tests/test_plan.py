@@ -22,7 +22,7 @@ import train
 from bench.nullgpu.memory import CASES, case_of, planned
 from configs import GIB, PRESETS, UserError, parse
 from guard import checks
-from guard.start import load_models
+from guard.start import as_before, load_models
 from log import Logger, Meter
 from tools import plan
 
@@ -323,6 +323,14 @@ def test_what_a_rank_of_orz_7b_sends_by_hand():
 def test_auto_shards_over_a_node_where_device_and_host_memory_allow_it(how, shards):
     """With --shard_ranks 8, the 7b model needs 368 GiB of a node's host memory: 400 suffice, 300 do not."""
     assert case("orz-7b", "--shard_ranks", "auto", **dict(world=32) | how).shards == shards
+
+
+def test_a_resumed_run_keeps_the_groups_and_packs_that_it_has_not_typed(base):
+    chosen = dict(shard_ranks=2, pack_len=512)
+    typed = dataclasses.replace(base, shard_ranks=1, pack_len=4096)
+    assert as_before(typed, chosen) == typed
+    resumed = as_before(dataclasses.replace(base, shard_ranks="auto", pack_len=0), chosen)
+    assert resumed == dataclasses.replace(base, **chosen)
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
