@@ -79,7 +79,7 @@ ON_RANKS = {
     "a folder without a model": ("--model nothing", "config.json"),
     "a download that ended early": ("--model half", "half/config.json is damaged ("),
     "no data": ("--data", "data"),
-    "prompts that are too long": ("--max_prompt_len 2", "longer than --max_prompt_len 2"),
+    "prompts that are too long": ("--max_prompt_len 2", "has more than 2 tokens"),
     "too long for the model": ("--max_response_len 600 --pack_len 4096", "has 512 positions, and a prompt w"),
     "a template without problem": ("--template bare.txt", "lacks {problem}; needed: "),
     "a template's name": ("--template qwen", "no template 'qwen'; needed: --template orz, plain, chat"),
