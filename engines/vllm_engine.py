@@ -37,6 +37,7 @@ class VLLMEngine(Engine):
         self.running = {}
         with dist.phase("start/import_vllm"):
             LLM = _import_vllm()
+            _import_model(self.config.architectures)
         if self.device.type == "cuda":
             options = dict(
                 gpu_memory_utilization=cfg.engine_share,
@@ -197,6 +198,16 @@ def _import_vllm():
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
     return LLM
+
+
+def _import_model(architectures):
+    """Import vLLM's model class here. Otherwise, if vLLM's cache is empty, vLLM looks at the class in a new
+    process, which must import all of vLLM again."""
+    from vllm import ModelRegistry
+
+    for name in architectures or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def paged_kernel():

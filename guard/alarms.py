@@ -43,6 +43,11 @@ ALARMS = {
         "0.5, more --samples_per_prompt, or reward.py on samples/, because --reward "
         "may ignore the response",
     ),
+    "term": (
+        lambda now, cfg: now["constant_terms"],
+        "a term of --reward has had the same mean in all steps and teaches nothing: "
+        "{now[constant_terms]}; try reward.py on samples/, or --reward without it",
+    ),
     "gap": (
         lambda now, cfg: now["logp_gap/mean"] > 0.1 * cfg.max_logp_gap,
         "engine and trainer differ by {now[logp_gap/mean]:.2g} nats a token; the run "
@@ -64,12 +69,24 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     now["first_entropy"] = next((row["entropy"] for row in history if "entropy" in row), NAN)
     for name in history[-1]:
         now[name] = fmean(row[name] for row in history[-MEAN_STEPS:] if name in row)
+    now["constant_terms"] = constant_terms(history, cfg)
     active = {}
     for name, (condition, text) in ALARMS.items():
         solved = now["reward"] >= SOLVED and name in UNSOLVED
         if condition(now, cfg) and not solved:
             active[name] = text.format(now=now, cfg=cfg)
     return active
+
+
+def constant_terms(history: History, cfg: Config) -> str:
+    """Returns the names of the terms of --reward whose mean was the same in all steps; "" in the first
+    MEAN_STEPS - 1 steps."""
+    found = []
+    for term in terms_of(cfg):
+        means = [row[f"reward/{term.name}"] for row in history if f"reward/{term.name}" in row]
+        if term.weight and len(means) >= MEAN_STEPS and max(means) - min(means) < 1e-9:
+            found.append(f"{term.name} ({means[0]:g})")
+    return ", ".join(found)
 
 
 def new_alarms(history: History, cfg: Config) -> list[str]:

@@ -75,6 +75,18 @@ def test_a_constant_reward_with_a_penalty_that_varies_is_no_alarm():
     assert meter.reduce(lambda x: x, lambda x: x)["uniform_groups"] == 0.5  # prompt 0 of two
 
 
+@pytest.mark.parametrize("values,told", [
+    ([0.0] * 20, [4]), ([1 / 3] * 20, [4]), ([0.0] * 4, []), ([0.5] + [0.6] * 19, []), ([None, 0.2] * 9, [9])])
+def test_a_term_of_the_reward_that_is_constant_is_an_alarm(values, told):
+    """In a step without rows of its data set, a term has no value."""
+    cfg = dataclasses.replace(PPO, reward=("math", "format=0.5"))
+    rows = [row | {"reward/accuracy": 0.5 + i / 99} | ({} if x is None else {"reward/format": x})
+            for i, (row, x) in enumerate(zip(learning(), values, strict=False))]
+    alarms = raised(rows, cfg)
+    assert [step for step, _ in alarms] == told
+    assert all("teaches nothing: format (" in text and "\n" not in text for _, text in alarms)
+
+
 def test_a_run_that_only_a_teacher_trains_has_no_alarm_about_its_rewards():
     """With --reward math=0, all scores are 0."""
     cfg = dataclasses.replace(PPO, reward=("math=0",), kl_coef=1.0, ref_model="teacher")
