@@ -305,7 +305,7 @@ def grpo_run(base, out, **changes):
 
 def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
     """With the exported weights, vLLM and transformers sample the same greedy tokens."""
-    monkeypatch.setattr(train, "make_engine", lambda *_: engine)
+    monkeypatch.setattr("guard.start.make_engine", lambda *_: engine)
     train.main(grpo_run(base, tmp_path / "run"))
     assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
 
@@ -517,7 +517,7 @@ def test_memory_that_stays_is_measured(engine, policy):
 
 
 def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
+    monkeypatch.setattr("guard.start.make_engine", lambda *_: vllm)
     for check in (True, False):
         train.main(grpo_run(base, tmp_path / str(check), selfcheck=check))
         output = capsys.readouterr().out
@@ -534,7 +534,7 @@ def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, 
 
 def test_a_run_with_an_engine_at_another_temperature_is_refused(vllm, base, tmp_path, monkeypatch):
     real = vllm.generate
-    monkeypatch.setattr(train, "make_engine", lambda *_: vllm)
+    monkeypatch.setattr("guard.start.make_engine", lambda *_: vllm)
     monkeypatch.setattr(vllm, "generate", lambda q, limits, t, *rest: real(q, limits, 1.2 * t, *rest))
     with pytest.raises(UserError, match="self-check: on rank 0, .*a temperature other.*--no-selfcheck"):
         train.main(grpo_run(base, tmp_path / "a"))
