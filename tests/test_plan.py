@@ -71,7 +71,7 @@ def updated(cfg) -> dict[str, int]:
         for p in who.model.parameters():
             p.grad = torch.ones_like(p)
             used["gradients"] += bytes_of(p.grad)
-        train.update(who, [], 1e-3, 0, cfg, Meter(), log)
+        train.update(who, 1e-3, 0, cfg, Meter(), log)
         used["weights"] += sum(map(bytes_of, who.model.parameters()))
         used["AdamW"] += sum(bytes_of(v) for s in who.optimizer.state.values() for v in s.values())
     models = {t.name: (t.model, t.optimizer) for t in (policy, critic, ref)}
