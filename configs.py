@@ -507,14 +507,13 @@ class Config:
 @functools.cache
 def ranges() -> dict[str, Range]:
     """Returns a dict: field of Config -> its allowed range."""
-    hints = get_type_hints(Config, include_extras=True)
-    return {
-        name: found
-        for name, hint in hints.items()
-        for part in (hint, *get_args(hint))
-        for found in get_args(part)
-        if isinstance(found, Range)
-    }
+    allowed = {}
+    for name, hint in get_type_hints(Config, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # a part of Count | None, or of tuple[Count, ...]
+            for found in get_args(part):
+                if isinstance(found, Range):
+                    allowed[name] = found
+    return allowed
 
 
 # Open-R1's system prompt (its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml).
