@@ -378,12 +378,14 @@ def prune(out: Path, keep: int, keep_best: str) -> None:
     newest `keep` checkpoints, the best checkpoint, and symbolic links. Raises OSError if one of these can't
     be done."""
     found = complete(out)
+    link = out / "ckpt" / "best"
     best = best_of(out, found, keep_best)
+    if not best and keep_best and link.is_symlink():  # no metric to compare: keep the old best
+        best = link.with_name(Path(os.readlink(link)).name)
     for old in found[:-keep]:
         if old != best and not old.is_symlink():
             _remove(old)
     if best:
-        link = out / "ckpt" / "best"
         if link.is_symlink():
             link.unlink()
         link.symlink_to(best.name)

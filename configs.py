@@ -28,7 +28,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -290,6 +290,16 @@ class Config:
             r"texts that a response may end with; in bash, $'\n' is a line break",
         )
         require(
+            not self.system_prompt or self.template == "chat",
+            f"--system_prompt has no effect with --template {self.template}",
+            "--template chat",
+        )
+        require(
+            not self.start_from or self.resume in ("auto", "never"),
+            f"--start_from begins a run, and --resume {self.resume} continues one",
+            "only one of them",
+        )
+        require(
             not (self.start_from and self.critic_model),
             "--start_from has a critic, and --critic_model names another",
             "only one of them",
@@ -348,6 +358,17 @@ class Config:
                 f"--kl_in reward needs rewards of tokens; --advantage {self.advantage} has none",
                 "--kl_in loss, or --advantage return_whiten",
             )
+        low, high = self.mismatch_bounds
+        require(
+            low <= 1 <= high,
+            f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal probabilities",
+            "LOW up to 1, and HIGH from 1",
+        )
+        require(
+            self.overlong_buffer < self.max_response_len,
+            f"--overlong_buffer {self.overlong_buffer} is not shorter than a response",
+            f"less than --max_response_len {self.max_response_len}",
+        )
         require(
             self.compares_samples or not (self.resample_rounds or self.drop_uniform),
             "--resample_rounds and --drop_uniform compare the samples of a prompt",
@@ -765,6 +786,18 @@ def given_flags(argv: Sequence[str]) -> list[str]:
     return [flag.replace("-", "_").removeprefix("no_") for flag in flags]
 
 
+def hint(flag: str, known: Sequence[str]) -> str:
+    """Returns ` (did you mean --NAME?)` for the flag that an unknown flag may stand for, or "". The table in
+    docs/faq.md has the flags of other libraries."""
+    word = flag.rpartition(".")[2]  # without a section's name, as in train.micro_batch_size
+    faq = Path(ROOT, "docs/faq.md")
+    for line in faq.read_text().splitlines() if faq.is_file() else []:
+        names = re.findall(r"`([-\w]+)`", line)
+        if word in names[1:] and names[0].startswith("--"):
+            return f" (did you mean {names[0]}?)"
+    return nearest(f"--{word}", [f"--{name}" for name in known])
+
+
 def layout_of(argv: Sequence[str], ranks: str) -> str:
     """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides, as in
     Open-Reasoner-Zero: "debug", unless it is False. Without both, the number of ranks decides, if it is not
@@ -806,6 +839,8 @@ def parse(
     import tyro  # imported here, so that `import configs` is quick
 
     flags = list(sys.argv[1:] if argv is None else argv)
+    # In --out=~/x, bash does not replace the ~ by the home folder.
+    flags = [word.replace("=~/", f"={Path.home()}/") for word in flags]
     ranks = os.environ.get("WORLD_SIZE", "")
     name = ""
     if flags and not flags[0].startswith("-"):
@@ -817,6 +852,10 @@ def parse(
     found = f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags"
     require(name in PRESETS, found, usage)
     given = given_flags(flags)
+    known = ["help", *(field.name for field in fields(kind))]
+    for flag in given:
+        found = f"no flag --{flag}{hint(flag, known)}"
+        require(flag in known, found, f"a flag that {prog} --help lists")
     default = kind(**settings(name, layout_of(flags, ranks), given))
     command = f"{prog} {name}"
     said = io.StringIO()
@@ -832,10 +871,10 @@ def parse(
         twice = isinstance(getattr(cfg, field), tuple) and given.count(field) > 1
         needed = f"all values after one --{field}, separated by spaces"
         require(not twice, f"--{field} is given twice", needed)
-    for fields, name, value in NO_EFFECT:
-        idle = [field for field in given if field in fields.split()]
-        found = f"--{' --'.join(idle)} has no effect, because {name} is {value}"
-        require(not idle or getattr(cfg, name) != value, found, f"another {name}")
+    for idle_flags, name, value, needed in NO_EFFECT:
+        idle = [field for field in given if field in idle_flags.split()]
+        has_effect = getattr(cfg, name) != value
+        require(not idle or has_effect, f"--{' --'.join(idle)} has no effect in this run", needed)
     return cfg
 
 
@@ -852,9 +891,9 @@ def tyro_errors(command: str) -> Iterator[None]:
         # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help.
         box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
-        found = f"{parts[1]} ({parts[2]})"
-        needed = "another command line; docs/faq.md has the names of other libraries' flags"
-        raise UserError(f"{found}; needed: {needed}") from None
+        raise UserError(
+            f"{parts[1]}; needed: another command line, as in {command} --help"
+        ) from None
 
 
 def run_command(function: Callable, prog: str) -> Any:
@@ -878,8 +917,11 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if --model or a data file does not exist. Skips names on the Hugging Face Hub. On
-    several machines, checks nothing. Later checks cover both cases."""
+    """Raises UserError if a package of --track, --model or a data file does not exist. Skips names on the
+    Hugging Face Hub. On several machines, checks only the packages. Later checks cover both cases."""
+    for name in cfg.track:
+        there = importlib.util.find_spec(name) is not None
+        require(there, f"--track {name}, but {name} is not installed", f"pip install {name}")
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     if not from_hub(cfg.model):
@@ -944,13 +986,22 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# `parse` refuses flags without effect. A row has three columns: flags; a field or property of Config; the
-# value of the field with which these flags have no effect.
+# `parse` refuses flags without effect. A row has four columns: flags; a field or property of Config; the
+# value of the field with which these flags have no effect; what the error message asks for.
 NO_EFFECT = (
-    ("critic_model critic_updates critic_lr value_clip freeze_policy_steps", "algo", "grpo"),
-    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo"),
-    ("kl_in ref_refresh", "kl_coef", 0),
-    ("clip_low clip_high", "updates_per_step", 1),  # with one update the ratio is 1
+    (
+        "critic_model critic_updates critic_lr value_clip freeze_policy_steps",
+        "algo",
+        "grpo",
+        "--algo ppo",
+    ),
+    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
+    ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
+    # With one update, the ratio is 1.
+    ("clip_low clip_high", "updates_per_step", 1, "--policy_updates 2 or --passes_per_step 2"),
+    ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
+    ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
+    ("max_staleness", "carry", 0, "--carry above 0"),
 )
 
 

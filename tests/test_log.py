@@ -76,7 +76,8 @@ def test_a_constant_reward_with_a_penalty_that_varies_is_no_alarm():
 
 
 @pytest.mark.parametrize("values,told", [
-    ([0.0] * 20, [4]), ([1 / 3] * 20, [4]), ([0.0] * 4, []), ([0.5] + [0.6] * 19, []), ([None, 0.2] * 9, [9])])
+    ([0.0] * 20, [4]), ([1 / 3] * 20, [4]), ([0.0] * 4, []), ([0.5] + [0.6] * 19, []),
+    ([None, 0.2] * 9, [9])])
 def test_a_term_of_the_reward_that_is_constant_is_an_alarm(values, told):
     """In a step without rows of its data set, a term has no value."""
     cfg = dataclasses.replace(PPO, reward=("math", "format=0.5"))

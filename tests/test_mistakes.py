@@ -29,19 +29,20 @@ from tools import tiny as tiny_model
 AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
-    "a flag's name": ("orz-7b --polcy_lr 1", "options: --polcy_lr, 1 (Perhaps you meant: --policy_lr FLOAT"),
+    "another library's flag": ("orz-7b --rollout.num_generations 8", "(did you mean --samples_per_prompt?)"),
+    "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?)"),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "; docs/faq.md has the names of other"),
     "a word for a number": ("orz-7b --steps ten", "'ten' (Argument helptext: --steps"),
-    "a flag for no purpose here": ("orz-7b --lora_r 8", "options: --lora_r, 8 (For full helptext, run"),
-    "a word without a flag": ("orz-7b more=1", "options: more=1 (For full helptext, run train.py"),
-    "a value for a switch": ("orz-7b --go true", "options: true (For full helptext, run train.py"),
+    "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: a flag that train.py --help"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another command line"),
+    "a value for a switch": ("orz-7b --go true", "options: true; needed: another command line"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "a limit without a prompt": ("orz-7b --max_response_len 9000", "--max_model_len 8192 is too small for a"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
     "what to recompute": ("orz-7b --recompute some", "--recompute is some; needed: auto, none, layers, or"),
     "a list in two parts": ("orz-7b --data a.jsonl --data b.jsonl", "--data is given twice; needed: all val"),
     "two lengths": ("orz-7b --steps 3 --epochs 1", "given 2 times (steps, epochs); needed: one of"),
-    "a critic's rate alone": ("orz-7b-grpo --critic_lr 1e-5", "no effect, because algo is grpo; needed: an"),
+    "a critic's rate alone": ("orz-7b-grpo --critic_lr 1e-5", "--critic_lr has no effect in this run; needed: --algo ppo"),
     "more updates than whole prompts": ("scale-rl-7b --prompts_per_step 7", "but only 7 prompts; needed"),
     "groups of one": ("reinforce++-7b --drop_uniform", "compare the samples"),
     "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
@@ -143,7 +144,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
-        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2 .For full.*; needed: another"):
+        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: another"):
             run_command(function, name)
     for out, words in (None, "config.json is damaged ("), (run, f"can't write {run} ("):
         with pytest.raises(UserError, match=re.escape(words)):
