@@ -250,6 +250,7 @@ def key_of(cfg: Config, variant: Variant) -> str:
     settings = {name: value for name, value in asdict(cfg).items()
                 if value != default[name] and name not in NO_CHANGE}
     settings |= {"model": tiny.VERSION, "data": "", "eval_data": "", "reward": cfg.reward[1:]}
+    settings["save_samples"] = "none"  # a former choice, which changed no result; the committed runs have it
     change = (variant.patch.__name__ if variant.patch else "", variant.args)
     text = json.dumps([settings, change], default=str, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
