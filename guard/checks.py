@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from configs import (
     shorten,
 )
 from data import Problem, Sample
-from grading.answers import grade
+from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.identity import VERSIONS, check_ranks, source_of
 from guard.lock import FolderLock
@@ -199,6 +199,7 @@ def check_parts(
 
 GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
 GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
+COMMON = 0.05  # a gold answer of a larger share of the problems is told
 # A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
 PLACEHOLDER = re.compile(
     r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|missing|"
@@ -226,17 +227,36 @@ def check_gold(
     if len(indices) > GOLD_SAMPLE:
         indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
     bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))
-    if not bad:
-        return
     shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
     found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
-    say(found)
+    if bad:
+        say(found)
+    for line in odd_golds(problems):
+        say(f"{name}: {line}")
     require(
         cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
         found,
         'answers that math-verify can read, another --reward, "reward": "exact" in such rows, or '
         "--go",
     )
+
+
+def odd_golds(problems: Sequence[Problem]) -> list[str]:
+    """Returns warnings, one line each: several gold answers of a prompt, one gold answer of many prompts."""
+    found = []
+    golds = defaultdict(set)  # prompt -> its gold answers
+    for p in problems:
+        golds[p.ids].add(p.answer)
+    several = [sorted(answers) for answers in golds.values() if len(answers) > 1]
+    if several:
+        found.append(
+            f"{len(several)} prompts have several gold answers, such as {several[0]!a:.60}"
+        )
+    counts = Counter(p.answer for p in problems if p.kind != "choice")
+    for text, count in counts.most_common(1):
+        if count > max(COMMON * len(problems), 10):
+            found.append(f"the gold answer of {count} of {len(problems)} problems is {text!a:.60}")
+    return found
 
 
 def ungradable(
@@ -300,10 +320,18 @@ def first_look(
     found = f"of the first {len(rewards)} responses: {graded}"
     if errors:
         found += f"; first error: {ascii(errors[0])[1:-1]}"
+    readable = []
+    for s in samples:
+        if s.reason == "unparsed":
+            readable += [name for name in readers(s.policy_text) if name != "whole"]
+    others = Counter(dist.gather_all(readable)).most_common()
+    if others:
+        found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
     mostly_cut = reasons["truncated"] > len(rewards) / 2
+    from_teacher = not any(term.weight for term in terms_of(cfg))
     require(
-        cfg.go or (any(rewards) and not mostly_cut),
+        cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
         found,
         "answers that --extractor finds, a --max_response_len that fits, a --stop that ends "
         "responses, easier --data, or --go to train anyway",

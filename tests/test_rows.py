@@ -649,17 +649,21 @@ def test_a_placeholder_as_gold_answer_cannot_be_graded(text):
         assert checks.ungradable([replace(problem, kind="exact")], [0], grader) == []
 
 
-def test_placeholders_among_gold_answers_are_told(base, gold_check, tmp_path):
+def test_odd_gold_answers_are_told(base, gold_check, tmp_path):
     path = tmp_path / "g.jsonl"
     cfg = replace(base, data=(str(path),), reward=("math",), out=str(tmp_path), go=False, max_prompt_len=64)
 
-    def said(*answers):
-        rows = [{"prompt": f"{i}=", "answer": answer} for i, answer in enumerate(answers)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    def said(*answers, kind="math"):
+        path.write_text("".join(json.dumps({"prompt": f"{i // 2 if a[0] == '*' else i}=", "reward": kind,
+                                            "answer": a.strip("*")}) + "\n" for i, a in enumerate(answers)))
         return gold_check(cfg)
 
     many = [str(i) for i in range(200)]
-    assert said(*many) == []
+    assert said(*many) == said(*many, "7", "8", "9") == []
+    assert said("*1", "*2", *many) == ["--data: 1 prompts have several gold answers, such as ['1', '2']"]
+    assert said("*1", "*1", *many[4:]) == []  # the second row is a repeat
+    assert said(*many, *["yes"] * 11) == ["--data: the gold answer of 11 of 211 problems is 'yes'"]
+    assert said(*many, *["yes"] * 10) == [] == said(*["A"] * 90, kind="choice")
     *told, refused = said(*many, "proof", "proof", "notfound")
     assert told == ["--data: 3 of 203 gold answers can't be graded: g.jsonl:201 'proof', g.jsonl:202 'proof'"
                     ", g.jsonl:203 'notfound'"] and refused.startswith("refused: --data: 3 of 203")
