@@ -35,9 +35,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
-MODULES = (
-    "train sampling rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
-)
+MODULES = "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
 # The files of the program. Other files in ROOT are the user's, such as a reward function.
 CODE = [Path(ROOT, f"{name}.py") for name in sorted(MODULES)]
 for folder in ("engines", "grading", "guard", "tools"):

@@ -32,7 +32,6 @@ import torch
 
 import grpo
 import ppo
-import sampling
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
@@ -109,7 +108,7 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
 
 def wrong_grades(cfg: Config, share: float) -> None:
     """Replaces each training reward r by 1 - r with probability `share`."""
-    right = sampling.rollout
+    right = train.rollout
 
     def rollout(*args):
         def graded(s):
@@ -118,7 +117,7 @@ def wrong_grades(cfg: Config, share: float) -> None:
         samples, left = right(*args)
         return [graded(s) for s in samples], left
 
-    sampling.rollout = rollout
+    train.rollout = rollout
 
 
 def forked(cfg: Config, file: str, name: str, text: str) -> None:
@@ -265,14 +264,14 @@ def train_one(cfg: Config, variant: Variant, file: Path) -> None:
         cfg = replace(cfg, out=f"{folder}/run")
         if variant.patch:
             variant.patch(cfg, **variant.args)
-        error, right, sampled = "", sampling.rollout, []
+        error, right, sampled = "", train.rollout, []
 
         def rollout(*args):
             samples, left = right(*args)
             sampled.append(len(samples))
             return samples, left
 
-        sampling.rollout = rollout
+        train.rollout = rollout
         try:
             run = train.prepare(cfg)
             with run.log:

@@ -14,7 +14,6 @@ import torch
 
 import grpo
 import ppo
-import sampling
 import train
 from bench import ablations, tasks
 from bench.countdown import reaches
@@ -141,7 +140,7 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
 @pytest.fixture
 def restored(monkeypatch):
     for module, name in [*ablations.HOOKS.values(), (train, "counts"), (train, "policy_pack_loss"),
-                         (train, "add_group_advantages"), (sampling, "rollout")]:
+                         (train, "add_group_advantages"), (train, "rollout")]:
         monkeypatch.setattr(module, name, getattr(module, name))
 
 
@@ -211,9 +210,9 @@ def test_a_mean_of_packs_means_is_the_mean_only_of_equal_packs(restored, monkeyp
 def test_a_flipped_sign_and_wrong_grades_turn_what_they_say(restored, monkeypatch):
     sample = Sample(0, 0, (1,), np.array([1]), np.array([0.0]), True, "", 0)
     many = [dataclasses.replace(sample, prompt_id=i, reward=1.0) for i in range(2000)]
-    monkeypatch.setattr(sampling, "rollout", lambda: (many, []))
+    monkeypatch.setattr(train, "rollout", lambda: (many, []))
     ablations.wrong_grades(ablations.REFERENCE, share=0.1)
-    assert 0.08 < fmean(s.reward == 0 for s in sampling.rollout()[0]) < 0.12
+    assert 0.08 < fmean(s.reward == 0 for s in train.rollout()[0]) < 0.12
     group = [dataclasses.replace(sample, sample_id=i, reward=float(i == 0)) for i in range(8)]
     right = [s.advantage for s in train.add_group_advantages(group, ablations.REFERENCE)]
     ablations.flip_sign(ablations.REFERENCE)
