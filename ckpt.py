@@ -62,7 +62,6 @@ from configs import (
     Say,
     UserError,
     exists,
-    explained,
     flock,
     follow_umask,
     if_there,
@@ -447,12 +446,12 @@ def hold(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    needed = "a newer checkpoint"
-    with explained(f"{folder} was deleted by its run", needed, OSError):
-        mark = open(folder / "COMPLETE")
+    gone = f"{folder} was removed by its run"
+    mark = if_there(open, folder / "COMPLETE")
+    require(mark is not None, gone, "a newer checkpoint")
     with mark:
         flock(mark.fileno(), fcntl.LOCK_SH)
-        require(exists(folder / "COMPLETE"), f"{folder} was deleted by its run", needed)
+        require(exists(folder / "COMPLETE"), gone, "a newer checkpoint")
         yield
 
 

@@ -139,7 +139,7 @@ def test_a_folder_that_no_run_made_is_not_written_to(base, tmp_path):
     assert "lock is damaged" in run_ranks(1, ranks.main, cfg)[0]
     assert (tmp_path / "lock").read_bytes() == b"\xff12345"
     (tmp_path / "lock").write_text("")  # by a crash
-    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == "[1]"
+    assert run_ranks(1, ranks.main, cfg) == [""] and (tmp_path / "notes.json").read_text() == '{"algo": 1}'
     shutil.rmtree(tmp_path / "ckpt")
     assert "has export, which a new run would replace; needed: another" in run_ranks(1, ranks.main, cfg)[0]
 

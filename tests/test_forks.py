@@ -33,7 +33,7 @@ def told(start: str) -> str:
 
 # Each list below has the edits of one fork, a copy of the program: (file, old text, new text).
 # OPO (arXiv 2505.23585) is in section 1 of docs/forking.md.
-OPO = [("configs.py", '"return_whiten"]', told('"return_whiten"').strip()),
+OPO = [("configs.py", '    "return_whiten",\n]\n', told('    "return_whiten"')),
        ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
         told("    if cfg.advantage == "))]
 # Section 1, SAPO (arXiv 2511.20347).

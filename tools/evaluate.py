@@ -210,7 +210,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     require(bool(files), "no data file", usage)
     words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
     cfg = parse(words, "tools.evaluate")
-    given = given_flags(flags).keys()
+    given = set(given_flags(flags))
     check_flags(cfg, given)
     # The default stop strings fit --template orz.
     if cfg.template == "chat" and "stop" not in given:
