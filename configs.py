@@ -889,9 +889,9 @@ def tyro_errors(command: str) -> Iterator[None]:
         # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help.
         box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
-        raise UserError(
-            f"{parts[1]}; needed: another command line, as in {command} --help"
-        ) from None
+        found, _, needed = parts[1].strip(".").partition(". Expected ")
+        needed = needed or f"another command line, as in {command} --help"
+        raise UserError(f"{found}; needed: {needed}") from None
 
 
 def run_command(function: Callable, prog: str) -> Any:
