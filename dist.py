@@ -215,7 +215,6 @@ def shard(
     over: DeviceMesh,
     dtype: torch.dtype,
     recompute: int = 0,
-    reshard: bool | int = True,
 ) -> nn.Module:
     """Shard a model of model.py in place and return it. Weights and gradients are fp32; compute and
     all-gathers are in `dtype`.
@@ -224,12 +223,7 @@ def shard(
     root. With one rank there is nothing to gather, and FSDP would take half of the host's time of an update.
     Then each layer copies its weights to `dtype` itself (see `compute_in`).
 
-    recompute: see PackModel.recompute
-    reshard: what a rank does with a layer's gathered weights after the forward pass:
-        True      free them; the backward pass gathers them again
-        number n  keep 1/n of them; the backward pass gathers them from n neighbouring ranks
-        False     keep them until `accumulate` or `on_device` ends
-    """
+    recompute: see PackModel.recompute"""
     model.compute_dtype = dtype
     if over.size() == 1:
         compute_in(model, dtype)
@@ -240,17 +234,16 @@ def shard(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for group in (*model.model.layers, model):
-        # For the root (`model`), reshard_after_forward=None keeps the weights gathered, because the backward
-        # pass needs them first.
+        # A rank frees a layer's gathered weights after the forward pass. For the root (`model`),
+        # reshard_after_forward=None keeps them, because the backward pass needs them first.
         fully_shard(
             group,
             mesh=over,
             mp_policy=precision,
-            reshard_after_forward=None if group is model else reshard,
+            reshard_after_forward=None if group is model else True,
         )
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
-    model.set_reshard_after_backward(reshard is not False)
     return model
 
 

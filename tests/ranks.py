@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import matplotlib
 import numpy as np
@@ -71,16 +70,14 @@ def all_gradients(jobs) -> list[dict]:
     return [gradients(*job) for job in jobs]
 
 
-def gradients(cfg, samples, reshard=True, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
+def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
     """Computes the gradients of one update of policy and critic. Returns a dict: name -> whole gradient, and
 
     "metrics": name -> value over all ranks
     "packs": number of this rank's packs
     "sent": numbers of FSDP's all-gathers and all-reduces"""
     world = dist.init("cpu", "float32")
-    shard = dist.shard
-    with patch.object(dist, "shard", lambda *args, **kwargs: shard(*args, **kwargs | {"reshard": reshard})):
-        policy, critic, ref = load_models(case_of(cfg, world), world)
+    policy, critic, ref = load_models(case_of(cfg, world), world)
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
     minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
     counts = dist.gather([len(packs) for packs in minibatches])

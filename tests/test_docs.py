@@ -24,6 +24,7 @@ from bench.algorithms import RECIPES
 from configs import PRESETS
 from grading.rows import problem_of
 from tools import tiny
+from tools.evaluate import EvalConfig
 from tools.plan import PlanConfig
 from tools.report import write_report
 
@@ -191,7 +192,7 @@ def test_rows_of_data_are_read():
 
 
 def test_every_flag_exists():
-    fields = dataclasses.fields(PlanConfig)
+    fields = dataclasses.fields(PlanConfig) + dataclasses.fields(EvalConfig)
     ours = {f.name for f in fields}
     switches = {f"no-{f.name}" for f in fields if f.type == "bool"}
     sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]

@@ -80,20 +80,24 @@ def test_bf16_has_fp32_weights_and_gradients(tiny):
 def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
     """`pairs`: with --shard_ranks 2, each pair of ranks holds a whole model."""
     whole, pairs = (jobs(tiny, shard_ranks=n, pack_len=48) for n in (0, 2))
-    # Two arguments of `gradients`, reshard and accumulate. With this one, each pack's backward all-reduces.
-    in_each_pack = (True, lambda model, packs: packs)
-    kinds = [(whole,), (whole, 2), (whole, False), (pairs,), (pairs, False), (pairs, *in_each_pack)]
-    cases = [(0, (*of[0], *rest)) for of, *rest in kinds] + [(i, whole[i]) for i in (1, 2, 3, 4)]
-    cases += [(4, pairs[4]), (4, (*pairs[4], *in_each_pack))]
+
+    def in_each_pack(model, packs):
+        """Replaces dist.accumulate. The backward pass of each pack all-reduces."""
+        return packs
+
+    cases = [(i, whole[i]) for i in range(5)]
+    for i in (0, 4):
+        cases += [(i, pairs[i]), (i, (*pairs[i], in_each_pack))]
     for got in run_ranks(4, all_gradients, [case for _, case in cases]):
-        for (i, (cfg, _, *rest)), many in zip(cases, got, strict=True):
+        for (i, (cfg, _, *in_each)), many, before in zip(cases, got, [{}, *got[:-1]], strict=True):
             agree(many, alone[0][i])
-            agree(many, got[3 if i == 0 else -2] if rest else many, 1e-6)
-            # A model has 3 FSDP groups (2 layers and the root), so 3 all-gathers get all its weights. With
-            # reshard=False, weights stay gathered. The critic's were gathered before, by estimate_advantages.
+            if in_each:
+                agree(many, before, 1e-6)
+            # A model has 3 FSDP groups: 2 layers and the root. A pack gathers 3 in its forward pass, and the
+            # layers again in its backward pass. The critic's root was gathered already (estimate_advantages).
             models, (gathers, sums) = 1 + (cfg.algo == "ppo"), many["sent"]
-            assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if rest[1:] else 1)
-            assert (gathers == 3) == (rest == [False])
+            assert sums == (cfg.shard_ranks > 0) * 3 * models * (many["packs"] if in_each else 1)
+            assert gathers == 5 * models * many["packs"] - (cfg.algo == "ppo")
 
 
 def test_gradients_are_equal_bit_by_bit_whatever_is_recomputed(tiny):

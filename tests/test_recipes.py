@@ -509,7 +509,10 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     ("--reward math tags", "--reward math tags has a weight, a part or a second grader"),
     ("--reward math=2", "--reward math=2 has a weight"), ("--reward d@r.py:f tags", "d@r.py:f tags has"),
     ("--reward math r.py:f", "--reward math r.py:f has"),
-    ("--temprature 1", "no flag --temprature")])
+    *((f"--write_rows {words}", f"--write_rows {words}; needed: a condition such as") for words in (
+        "rate<2 x.jsonl", "rat<0.1 x.jsonl", "rate x.jsonl", "rate<nan x.jsonl", "rate<0.1 x.json",
+        "rate<0.1 no/x.jsonl", "rate=0 x.jsonl")),
+    ("--temprature 1", "Unrecognized options: --temprature, 1 (Perhaps you meant: --temperature")])
 def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)) as e:
         main(["/no/model", "x.jsonl", *argv.split()])
@@ -522,7 +525,8 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
     text = capsys.readouterr().out
     assert "\n    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]\n" in text
     assert e.value.code == 0 and max(map(len, text.splitlines())) <= 80
-    assert set(re.findall(r"--([a-z]\w*)", text.partition("Flags, which")[2])) == {"help", *EVAL_FLAGS}
+    assert set(re.findall(r"^  --(\w+): \S", text, re.M)) == set(EVAL_FLAGS) - {"out"}
+    assert "the only source of randomness (default: 0)" in text and "(default: (16,))" in text
 
 
 def test_the_command_line_has_models_then_data_then_flags():
@@ -543,7 +547,8 @@ def test_the_command_line_has_models_then_data_then_flags():
     assert stops("") == PRESETS["orz-7b"].stop == stops("--template orz")
     assert stops("--template chat") == () == stops("--template=chat")
     assert stops("--template chat --stop </answer>") == ("</answer>",)
-    for argv, words in (["m"], "no data file; needed: python -m"), ([], "no data"):
+    for argv, words in (["m"], "no data file; needed: python -m"), ([], "no data"), (
+            ["m", "./m", "a.json"], "the same model twice; needed: each"):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)
 
@@ -640,7 +645,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
     assert json.loads((together / "scores.json").read_text()) == found
 
 
-def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch):
+def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     lines = [line.replace("}", ', "n": 1.5}') for line in Path(base.data[0]).read_text().splitlines()]
     Path("a.jsonl").write_text("\n".join(lines[:25]))
@@ -650,6 +655,7 @@ def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path,
     rewards = [row["reward"] for row in read_jsonl(Path("out/samples.jsonl"))]
     hard = [i for i, rate in enumerate(np.array(rewards).reshape(40, 4).mean(1)) if 0 < rate < 0.1]
     assert Path("hard.jsonl").read_text().splitlines() == [lines[i] for i in hard] and 0 < len(hard) < 40
+    assert f"\n{len(hard)} rows with 0<rate<.1 in hard.jsonl\n" in capfd.readouterr().out
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):

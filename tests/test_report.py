@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import math
+import random
 import re
 import sys
 from html import unescape
+from statistics import fmean
 
 import pytest
 from matplotlib.figure import Figure
@@ -12,7 +15,8 @@ from test_log import METRICS, PPO, healthy, learning, written
 
 from configs import read_jsonl, run_command
 from log import Logger, read_metrics
-from tools.report import PANELS, compare, plot, report_on, story, write_report
+from tools import report
+from tools.report import PANELS, compare, plot, recipes, report_on, story, write_report
 
 
 def page_of(text: str) -> tuple[set, list, str]:
@@ -109,12 +113,12 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "0.500" in story(tmp_path)
 
 
-def test_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
+def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
-    runs = [tmp_path / name for name in ("a" * 60, "b")]
-    for i, run in enumerate(runs):
+    runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
+    for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
         rows = healthy(20) if i == 0 else learning(30)
-        rows[-1] |= {"eval/e/avg@2": 0.5}
+        rows[-1] |= {"eval/e/avg@2": final}
         rows[10] |= {"eval/e/avg@2": 0.75}
         run_of(run, i, rows, **(changes if i else {}))
     (runs[0] / "eval").mkdir()
@@ -122,14 +126,13 @@ def test_runs_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
         json.dumps(sample(i, j, i % 2 if j else i < 2 and name == "e", set=name)) + "\n"
         for name in ("e", "other") for i in range(4) for j in range(2)))
     text = compare(runs)
-    assert max(map(len, text.splitlines())) <= 100 and text.endswith("± standard error, over the problems")
+    assert max(map(len, text.splitlines())) <= 100 and text.endswith("a single run, over the problems")
     cells = {field: list(values) for field, *values in re.findall(
         r"^(\S+)\n  \S.* {2,}(\S.*)\n  \S.* {2,}(\S.*)$", text, re.M)}
-    differ = {f"--{field}" for field in (*changes, "seed", "out")}
-    assert {key for key in cells if key.startswith("--")} == differ
-    assert cells["--algo"] == ["ppo", "grpo"] and "seed 1" in cells["run"][1]
+    assert {key for key in cells if key.startswith("--")} == {f"--{field}" for field in changes}
+    assert cells["--algo"] == ["ppo", "grpo"] and "seed 1, 2" in cells["run"][1]
     assert cells["eval/e/avg@2"] == ["0.750 → 0.500 ± 0.204 (best 0.750 at step 10)",
-                                     "0.750 → 0.500 (best 0.750 at step 10)"]
+                                     "0.750 → 0.600 ± 0.100 (best 0.750 at step 10)"]
     assert [value.split()[0] for value in cells["steps"]] == ["20", "30"] and cells["alarms"] == ["0", "0"]
     report_on(tuple(runs), tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
@@ -159,9 +162,40 @@ def run_of(folder, seed, rows, **changes):
     return folder
 
 
-def test_panels_have_lines_for_metrics_or_for_runs(tmp_path, monkeypatch):
-    """With one run, a panel has a line for each metric. With several runs, each metric has its own panel,
-    with a line for each run. No legend covers data."""
+def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
+    ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
+    slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
+    assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
+    config = slow / "config.json"  # "versions" has packages, code and data
+    config.write_text((ppo[0] / "config.json").read_text().replace('"torch": "2"', '"torch": "3"'))
+    assert recipes([*ppo, slow]) == [ppo, [slow]] and "--torch\n" in compare([*ppo, slow])
+    bare = [tmp_path / "a", tmp_path / "b"]
+    assert recipes(bare) == [[run] for run in bare]
+
+
+def test_the_band_holds_the_line_of_every_seed_and_their_mean():
+    """The line of the mean has a gap where one of the runs has no value."""
+    draw = random.Random(0)
+    curves = [{step: draw.gauss(0, 1) for step in range(40) if draw.random() < 0.9} for _ in range(3)]
+    curves[0][5] = math.nan
+    figure = Figure()
+    rows = [[{"step": step, "reward": value} for step, value in curve.items()] for curve in curves]
+    lines = {"three": report._values(rows, "reward"), "alone": report._values(rows[:1], "reward")}
+    report._draw(figure.add_subplot(), lines, "linear")
+    three, alone = figure.axes[0].lines
+    assert alone.get_ydata().tolist() == pytest.approx(list(curves[0].values()), nan_ok=True)
+    means = dict(zip(three.get_xdata(), three.get_ydata(), strict=True))
+    assert list(means) == sorted(set().union(*curves))
+    band = {(round(x), y) for path in figure.axes[0].collections[0].get_paths() for x, y in path.vertices}
+    for step, mean in means.items():
+        values = [c[step] for c in curves if step in c and not math.isnan(c[step])]
+        assert {(step, min(values)), (step, max(values))} <= band
+        assert mean == pytest.approx(fmean(values)) if len(values) == 3 else math.isnan(mean)
+
+
+def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
+    """With one recipe, a panel has a line for each metric. With several recipes, each metric has its own
+    panel, with a line for each recipe. No legend covers data."""
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     names = ("eval/e/avg@1", *(f"eval/{i}_is_a_held_out_set_with_a_long_name/avg@16" for i in range(2)))
@@ -175,6 +209,7 @@ def test_panels_have_lines_for_metrics_or_for_runs(tmp_path, monkeypatch):
     one, many = [{axis.get_title(): axis for axis in figure.axes} for figure in drawn]
     accuracy = one["held-out accuracy"].lines
     assert tuple(line.get_label() for line in accuracy) == names and len(one) == 8
+    assert len({line.get_linestyle() for line in accuracy}) == 3
     assert f"{runs[0]}: ppo, seed 0, model {PPO.model}" == drawn[0].get_suptitle()
     assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == [
         f"{run}: {'ppo' if run is runs[0] else 'grpo'}, seed {max(0, i)}, model {PPO.model}"

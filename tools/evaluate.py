@@ -15,7 +15,8 @@ If a model is an export of torz, all models get the template, stop strings,
 temperature and lengths of its training, unless flags set other values.
 
 Results go to --out, or to runs/eval/MODEL/DATA without it. The folder must be
-new or empty.
+new or empty. --write_rows 'rate<0.1' HARD.jsonl also writes the rows of DATA
+on which the first model's avg@n is below 0.1.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import textwrap
@@ -46,6 +48,7 @@ from configs import (
     explained,
     from_hub,
     given_flags,
+    meanings,
     parse,
     read_json,
     require,
@@ -181,14 +184,36 @@ def _decimals(value):
 
 # --- the command line
 
+
+@dataclass(frozen=True)
+class EvalConfig(Config):
+    """The flags of train.py, and --write_rows."""
+
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE: write rows with avg@n < 0.1
+
+
 # The flags that an evaluation uses.
 EVAL_FLAGS = """
     template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
     max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
+    write_rows
 """.split()
 # The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
 PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
+CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
+
+
+def show_help() -> None:
+    """Print the text at the top of this file, which explains --out, and the meanings of the other flags."""
+    print(__doc__)
+    default = parse(PRESET, kind=EvalConfig)
+    known = meanings() | meanings(EvalConfig)
+    for name in EVAL_FLAGS:
+        if name == "out":
+            continue
+        text = f"--{name}: {known[name]} (default: {getattr(default, name)!r})"
+        print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="      "))
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
@@ -196,8 +221,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     not given has the value with which the models were trained (see `as_trained`), or else the default value.
     Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
-        text = "Flags, which python train.py orz-7b --help explains: --" + " --".join(EVAL_FLAGS)
-        print(__doc__, textwrap.fill(text, 80, break_on_hyphens=False), sep="\n")
+        show_help()
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = argv[len(paths) :]
@@ -208,9 +232,11 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         check_model(model)
     usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
     require(bool(files), "no data file", usage)
+    names = set(map(model_name, models))
+    require(len(names) == len(models), "the same model twice", "each model once")
     words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
-    cfg = parse(words, "tools.evaluate")
-    given = set(given_flags(flags))
+    cfg = parse(words, "tools.evaluate", EvalConfig)
+    given = given_flags(flags)
     check_flags(cfg, given)
     # The default stop strings fit --template orz.
     if cfg.template == "chat" and "stop" not in given:
@@ -220,7 +246,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
 
 
 def check_flags(cfg: Config, given: Collection[str]) -> None:
-    """Raises UserError if a given flag, or a part of --reward, has no effect in evaluation."""
+    """Raises UserError if a given flag, or a part of --reward, has no effect in evaluation, or if
+    --write_rows is wrong."""
     for name in given:
         require(
             name in EVAL_FLAGS,
@@ -234,6 +261,16 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
             term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
             f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
             "one grader for each row, because the others have no effect in evaluation",
+        )
+    if cfg.write_rows:
+        condition, name = cfg.write_rows
+        file = Path(name)
+        new = file.suffix == ".jsonl" and file.parent.is_dir() and not file.exists()
+        require(
+            new and bool(re.fullmatch(CONDITION, condition)),
+            f"--write_rows {condition} {name}",
+            "a condition such as 'rate<0.1' or '0<rate<=0.9', "
+            "and a new .jsonl file in a folder that exists",
         )
 
 
@@ -332,7 +369,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     tokenizer = load_tokenizer(path)
     day = cfg.date if cfg.template == "chat" else ""
     cfg = replace(cfg, date=fix_date(tokenizer, day))
-    sets = load_sets(cfg, tokenizer, say, keep_fields)
+    sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     check_tokens(sets.values(), load_config(path))
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
@@ -355,6 +392,20 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
 
 
 # --- the evaluation
+
+
+def write_rows(c: Candidate, scores: Scores) -> str:
+    """Write the data rows whose avg@n, `rate`, meets the condition of --write_rows. Returns a line that says
+    how many rows these are."""
+    condition, file = c.cfg.write_rows
+    rows = []
+    for name, problems in c.sets.items():
+        rates, *_ = scores[name].values()
+        for problem, rate in zip(problems, rates, strict=True):
+            if eval(condition, {"rate": rate}):  # CONDITION allows nothing but a comparison
+                rows.append(f"{problem.fields}\n")
+    Path(file).write_text("".join(rows))
+    return f"{len(rows)} rows with {condition} in {file}"
 
 
 def check_candidates(candidates: Sequence[Candidate], world: dist.World) -> None:
@@ -399,9 +450,12 @@ def evaluate_all(
             result["minus"] = first.cfg.model
             result["differences"] = paired_differences(c.sets, scores, first.sets, first_scores)
         results.append(result)
+        lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
         if world.main:
             save(folder, result, rows)
-        say("\n".join(["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]))
+            if c is first and c.cfg.write_rows:
+                lines.append(write_rows(c, scores))
+        say("\n".join(lines))
     if len(results) > 1:
         say("\n".join(["", *comparison_table(results)]))
 

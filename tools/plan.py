@@ -58,8 +58,11 @@ STREAM = 0.85  # share of a GPU's peak memory bandwidth that a copy reaches: 4.1
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
 LINK = 0.8  # share of a link's peak that NCCL reaches; nccl-tests on 8 H100s: 360 of 450 GB/s
 HOST_COPY = 20e9  # bytes/s between pinned host memory and the device
+PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
+START = 35.0  # seconds from the command to the first step, without loading the model
+LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
 # Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
@@ -129,7 +132,8 @@ class Shape:
     @property
     def q(self) -> int:
         """Width of the queries of all heads together."""
-        return self.heads * (self.head_dim or self.hidden // self.heads)
+        of_head = self.head_dim or self.hidden // self.heads
+        return self.heads * of_head
 
     @property
     def kv(self) -> int:
@@ -202,7 +206,11 @@ def read_shape(path: str) -> Shape:
 
 
 def forward_flops(
-    params: float, layers: int, width: int, tokens: float, square_lengths: float
+    params: float,
+    layers: int,
+    width: int,
+    tokens: float,
+    square_lengths: float,
 ) -> float:
     """Returns the FLOP of a forward pass over `tokens` tokens: 2 per parameter and token, plus attention.
 
@@ -285,6 +293,12 @@ class Case:
         tokens = self.cfg.samples_per_step * self.cfg.model_len
         return -(-tokens // (self.cfg.minibatches * self.world))
 
+    def packs(self, length: float) -> float:
+        """Returns the number of a rank's packs in a step. length: mean tokens of a sample"""
+        ranks = self.cfg.minibatches * self.world
+        tokens = self.cfg.samples_per_step * length / ranks  # of a rank's part of a minibatch
+        return self.cfg.minibatches * -(-tokens // self.cfg.pack_len)
+
     @property
     def shards(self) -> int:
         """Number of ranks that share one copy of the weights and of the optimizer state."""
@@ -325,7 +339,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes of one token in a rank's KV cache. A rank has at least one KV head."""
         policy = self.models["policy"]
-        width = max(policy.kv // self.cfg.tp, policy.q // policy.heads)
+        head = policy.q // policy.heads
+        width = max(policy.kv // self.cfg.tp, head)
         return 2 * policy.layers * width * self.number
 
     @cached_property
@@ -345,7 +360,8 @@ def recomputed_layers(case: Case, name: str) -> int:
     limit = (1 - HEADROOM) * case.capacity
     for count in range(layers):
         instants = _update_instants(case, name, count)
-        if all(_with_total(case, usage)["total"] <= limit for usage in instants):
+        totals = [_with_total(case, usage)["total"] for usage in instants]
+        if max(totals) <= limit:
             return count
     return layers
 
@@ -360,15 +376,18 @@ def settle(case: Case) -> Config:
 
     If nothing fits, it returns the values that need the least memory."""
     cfg = case.cfg
-    one_node = case.local if case.world % case.local == 0 else 0
-    shards = [one_node, 0] if cfg.shard_ranks == "auto" else [cfg.shard_ranks]
-    places = ["off", "on"] if case.gpu else ["off"]
-    if cfg.offload != "auto":
-        places = [cfg.offload]
+    shards = [cfg.shard_ranks]
+    if cfg.shard_ranks == "auto":
+        shards = [0] if case.world % case.local else [case.local, 0]
+    places = [cfg.offload]
+    if cfg.offload == "auto":
+        places = ["off", "on"] if case.gpu else ["off"]
     least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
     packs = [least]
     if case.timed and not cfg.pack_len:
-        packs += [n * least for n in (2, 4) if n * least < 2 * case.minibatch]
+        for length in (2 * least, 4 * least):
+            if length < 2 * case.minibatch:
+                packs.append(length)
     smallest = replace(cfg, shard_ranks=shards[-1], offload=places[-1], pack_len=least)
     if len(shards) == len(places) == len(packs) == 1:
         return smallest
@@ -448,7 +467,8 @@ def _per_token(case, shape, recompute):
     # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
     # counted already. It holds one tensor of the MLP less than other layers (bench/nullgpu/memory.py).
     again = stored - case.number * (d + inner)
-    return inputs + whole, max(0, again - whole) if recompute else 0
+    added = max(0, again - whole) if recompute else 0
+    return inputs + whole, added
 
 
 def _logits(case, vocab, tokens):
@@ -470,8 +490,8 @@ def _allocator_loss(case, shape, root, logits, kept):
         return pieces + logits / 2
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
     # Only FSDP's CUDA stream can reuse this memory.
-    gathers = case.number * (root + shape.layer) * (1 + 1 / case.shards)
-    return pieces + logits + gathers
+    whole = case.number * (root + shape.layer)
+    return pieces + logits + whole + whole / case.shards
 
 
 def _update_instants(case, name, recompute):
@@ -489,12 +509,12 @@ def _update_instants(case, name, recompute):
     activations = tokens * (per_token + 2 * b * d)
     # A layer's backward pass also holds the gradients of down_proj's input and of the MLP's gate and up
     # projections, and two gradients of size d.
-    working = tokens * (again + b * (3 * shape.inner + 2 * d))
+    width = 3 * shape.inner + 2 * d
+    working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
     gathered = b * root
-    if (
-        case.shards == 1
-    ):  # nothing is gathered, but a layer that is not recomputed keeps copies of its weights
+    if case.shards == 1:
+        # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
         gathered += b * shape.layer * (shape.layers - recompute)
     shard = 4 * params / case.shards
     at_rest = _asleep(case) | {
@@ -559,7 +579,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     params = case.params["policy"]
     # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
     # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
-    largest = max(params - policy.layers * policy.layer, policy.layer)
+    root = params - policy.layers * policy.layer
+    largest = max(root, policy.layer)
     copies = 2 + 1 / case.shards if case.shards > 1 else 2
     sync = {
         "weights": 4 * params / case.shards,
@@ -667,7 +688,12 @@ class Sent(NamedTuple):
     between: float  # to other nodes
 
 
-def sent(size: float, ranks: int, nodes: int = 1, times: int = 1) -> Sent:
+def sent(
+    size: float,
+    ranks: int,
+    nodes: int = 1,
+    times: int = 1,
+) -> Sent:
     """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes.
 
     size: bytes of the whole tensor
@@ -701,6 +727,34 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     }
 
 
+def sent_in_step(case: Case) -> Sent:
+    """Returns the bytes that a rank sends in a step, if all samples have the maximum length. The samples
+    themselves are not counted: 8 bytes a token."""
+    cfg = case.cfg
+    packs = case.packs(cfg.model_len)
+    passes = cfg.passes_per_step * packs
+    within = 0.0
+    between = 0.0
+    for name, params in case.params.items():
+        extra = packs  # forward passes without training: the critic's values
+        if (
+            name == "policy"
+        ):  # old log-probs, a sync, and the reference in passes of the policy's size
+            extra = 1 + packs * cfg.needs_old_logp
+            if cfg.has_ref:
+                extra += packs * case.shapes[2].policy_params / params
+        counts = {
+            "forward": passes + extra,
+            "backward": passes,
+            "reduce": passes,
+            "all-reduce": cfg.passes_per_step * getattr(cfg, f"{name}_updates"),
+        }
+        for collective, n in traffic(case, name).items():
+            within += counts[collective] * n.within
+            between += counts[collective] * n.between
+    return Sent(within, between)
+
+
 def _network(case, n):
     """Returns the seconds in which each rank sends `n` (a Sent). Transfers within and between nodes run at
     the same time, so only the longer counts."""
@@ -718,8 +772,7 @@ def _passes(case, name, prompt, response):
     shape = case.models[name]
     length = prompt + response
     tokens = cfg.samples_per_step * length / case.world  # that one rank trains on in a step
-    of_minibatch = tokens / cfg.minibatches
-    packs = cfg.minibatches * -(-of_minibatch // cfg.pack_len)
+    packs = case.packs(length)
     params = shape.layers * shape.layer
     flop = forward_flops(params, shape.layers, shape.q, tokens, tokens * length)
     device = flop / (MFU * case.gpu.flops) / packs  # of the layers' forward pass
@@ -737,8 +790,10 @@ def _passes(case, name, prompt, response):
         backward += of_head[1]
     sends = traffic(case, name)
     forward = max(forward, _network(case, sends["forward"]))
-    transfer = _network(case, sends["backward"]) + _network(case, sends["reduce"])
-    last = max(backward, transfer + _network(case, sends["all-reduce"]))
+    transfer = _network(case, sends["backward"])
+    transfer += _network(case, sends["reduce"])
+    all_reduce = _network(case, sends["all-reduce"])
+    last = max(backward, transfer + all_reduce)
     backward = max(backward, transfer)
     updates = cfg.passes_per_step * getattr(cfg, f"{name}_updates")
     passes = cfg.passes_per_step * packs
@@ -754,12 +809,13 @@ def _head_seconds(case, shape, tokens):
     forward pass has one matrix product, a backward pass three: it computes the logits again."""
     logits = tokens * shape.vocab
     product = 2 * logits * shape.hidden / (MATMUL * case.gpu.flops)
-    forward, backward = (n * logits / (STREAM * case.gpu.hbm) for n in HEAD_BYTES)
     # Each chunk reads and writes the fp32 gradient of the output layer's weight.
     chunks = 4 * logits / CHUNK_BYTES["cuda"]
     gradient = 8 * shape.vocab * shape.hidden
-    backward += chunks * gradient / (STREAM * case.gpu.hbm)
-    return product + forward, 3 * product + backward
+    forward, backward = HEAD_BYTES
+    moved = backward * logits + chunks * gradient
+    copy = STREAM * case.gpu.hbm  # bytes/s
+    return product + forward * logits / copy, 3 * product + moved / copy
 
 
 def decode_seconds(case: Case, prompt: float, response: float) -> float:
@@ -780,7 +836,8 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
-    of_step, of_response = DECODE_HOST.get(cfg.engine_kind(True), DECODE_HOST["vllm"])
+    kind = cfg.engine_kind(True)
+    of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
     # The longest response alone needs max_response_len steps.
     host = max(steps, cfg.max_response_len) * of_step + tokens * of_response
     longest = cfg.max_response_len * case.engine_weights / (BANDWIDTH * gpu.hbm)
@@ -810,7 +867,8 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
         "rollout": decode_seconds(case, prompt, response),
     }
     if cfg.has_ref:  # as the policy's forward passes, per parameter
-        phases["ref"] = forward * case.shapes[2].policy_params / case.params["policy"]
+        params = case.shapes[2].policy_params
+        phases["ref"] = forward * params / case.params["policy"]
     if cfg.needs_old_logp:
         phases["old_logp"] = forward
     if "critic" in case.models:
@@ -818,8 +876,17 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     phases["policy"] = training
     if case.offloads:
         for phase in phases:
-            phases[phase] += _moved_bytes(case, phase) / case.shards / HOST_COPY
+            moved = _moved_bytes(case, phase) / case.shards
+            phases[phase] += moved / HOST_COPY
     return phases | {"step": sum(phases.values())}
+
+
+def extra_seconds(case: Case) -> dict[str, float]:
+    """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
+    longer than others because it pins host memory."""
+    read = case.number * sum(case.params.values()) / case.shards
+    pinned = case.state if case.offloads else 0.0
+    return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?
@@ -841,8 +908,8 @@ def shortage(case: Case) -> str:
     if case.gpu and tokens < length:
         return (
             f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds "
-            f"{tokens:,} tokens "
-            f"beside the weights, but a prompt with its response may have {length:,}"
+            f"{tokens:,} tokens beside the weights, but a prompt with its response may "
+            f"have {length:,}"
         )
     if case.offloads and 0 < case.host < case.state * case.local:
         return (
@@ -862,11 +929,22 @@ def remedy(case: Case) -> str:
     node = case.local
     if case.gpu and case.world <= node:  # one machine is assumed to have at least NODE GPUs
         node = max(node, NODE)
-    free = {"recompute": "auto", "offload": "on", "pack_len": cfg.model_len, "shard_ranks": "auto"}
+    free = {
+        "recompute": "auto",
+        "offload": "on",
+        "pack_len": cfg.model_len,
+        "shard_ranks": "auto",
+    }
     shares = [share / 20 for share in range(4, 20)]
     shares.sort(key=lambda share: abs(share - cfg.engine_share))
-    sizes = [n for n in (2, 4, 8) if case.engine_sleeps and case.world % n == 0]
-    costly = {"engine_share": shares, "tp": sizes, "max_num_seqs": [256, 64, 16, 8]}
+    sizes = []
+    if case.engine_sleeps:
+        sizes = [n for n in (2, 4, 8) if case.world % n == 0]
+    costly = {
+        "engine_share": shares,
+        "tp": sizes,
+        "max_num_seqs": [256, 64, 16, 8],
+    }
     single = [{flag: value} for flag, value in free.items()]
     for flag, values in costly.items():
         single += [{flag: value} for value in values]
@@ -877,9 +955,15 @@ def remedy(case: Case) -> str:
         other = replace(cfg, **change)
         if shortage(replace(case, world=ranks, local=local, cfg=other)):
             continue
-        flags = [f"--{name} {x}" for name, x in change.items() if getattr(cfg, name) != x]
-        machines = f"{ranks} ranks, {local} a machine" if ranks > case.world else ""
-        return ", ".join(filter(None, [machines, " ".join(flags)]))
+        flags = []
+        for name, value in change.items():
+            if getattr(cfg, name) != value:
+                flags.append(f"--{name} {value}")
+        words = " ".join(flags)
+        if ranks == case.world:
+            return words
+        machines = f"{ranks} ranks, {local} a machine"
+        return f"{machines}, {words}" if words else machines
     return "a smaller --model, or devices with more memory"
 
 
@@ -889,6 +973,30 @@ def verdict(case: Case) -> str:
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
     return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
+
+
+def engine_choice(case: Case) -> str:
+    """Returns a line: the engine that samples, why, and the seconds of a rollout with each engine; "" if the
+    GPU's speeds are unknown."""
+    if not case.timed:
+        return ""
+    cfg = case.cfg
+    engines = ["vllm"] if cfg.tp > 1 else ["vllm", "torch"]
+    times = []
+    for engine in engines:
+        planned = replace(case, cfg=replace(cfg, engine=engine))
+        time = decode_seconds(planned, *_quarter(cfg))
+        times.append(f"{engine} {time:,.1f} s")
+    why = "as --engine says"
+    if cfg.engine == "auto":
+        why = "auto takes vllm until a GPU has measured both"
+    rollouts = f"a rollout of quarter length takes about: {', '.join(times)}"
+    return f"engine: {cfg.engine_kind(True)} ({why}); {rollouts}"
+
+
+def _quarter(cfg):
+    """Returns the mean tokens of prompt and response in a step of quarter length."""
+    return cfg.max_prompt_len / 8, cfg.max_response_len / 4
 
 
 # --- the plan as a table
@@ -902,11 +1010,12 @@ def plan_of(case: Case) -> Plan:
     cfg = case.cfg
     samples = cfg.samples_per_step
     steps = cfg.with_steps(case.prompts or ASSUMED_PROMPTS).steps
-    peaks = {}
-    for phase, usage in memory(case):  # keeps, for each phase, the instant with the largest total
-        usage = {item: n / GIB for item, n in usage.items()}
-        peaks[phase] = max(peaks.get(phase, usage), usage, key=lambda u: u["total"])
+    peaks = {}  # phase -> the instant with the largest total
+    for phase, usage in memory(case):
+        if phase not in peaks or usage["total"] > peaks[phase]["total"]:
+            peaks[phase] = usage
     needs = host_need(case) | disk(cfg, **case.params)
+    models = {name: _model_rows(case, name, steps) for name in case.models}
     assumed = f"{ASSUMED_PROMPTS:,} (assumed)"
     plan = {
         "run": {
@@ -927,19 +1036,42 @@ def plan_of(case: Case) -> Plan:
             "longest sample, tokens": cfg.model_len,
             "tokens a KV cache holds": kv_tokens(case),
         },
-        "models": _columns({name: _model_rows(case, name, steps) for name in case.models}),
-        "memory of a rank, GiB": _columns(peaks),
-        "host and disk, GiB": {name: n / GIB for name, n in needs.items()},
+        "models": _columns(models),
+        "memory of a rank, GiB": _columns({phase: _in_gib(peak) for phase, peak in peaks.items()}),
+        "host and disk, GiB": _in_gib(needs),
     }
     if case.timed:
         times = {
-            "quarter length": seconds(case, cfg.max_prompt_len / 8, cfg.max_response_len / 4),
+            "quarter length": seconds(case, *_quarter(cfg)),
             "full length": seconds(case, *case.longest),
         }
         for phases in times.values():
-            phases |= {f"{n:,} steps, hours": n * phases["step"] / 3600 for n in (1000, steps)}
+            phases |= extra_seconds(case)
+            for n in (1000, steps):
+                phases[f"{n:,} steps, hours"] = n * phases["step"] / 3600
         plan["estimated seconds"] = _columns(times)
+    if case.timed and case.world > 1:
+        plan["network, full length"] = _network_rows(case)
     return plan
+
+
+def _network_rows(case):
+    sends = sent_in_step(case)
+    of_rank = case.between / case.local  # bytes/s, if all ranks of a node send at the same time
+    return {
+        "a rank sends, GiB": {
+            "in its node": sends.within / GIB,
+            "between nodes": sends.between / GIB,
+        },
+        "assumed GB/s of a rank": {
+            "in its node": case.within / 1e9,
+            "between nodes": of_rank / 1e9,
+        },
+    }
+
+
+def _in_gib(sizes):
+    return {name: size / GIB for name, size in sizes.items()}
 
 
 def _model_rows(case, name, steps):
@@ -959,7 +1091,8 @@ def _columns(columns):
     rows = {}
     for column, numbers in columns.items():
         for name, number in numbers.items():
-            rows.setdefault(name, dict.fromkeys(columns, 0))[column] = number
+            row = rows.setdefault(name, dict.fromkeys(columns, 0))
+            row[column] = number
     return rows
 
 
@@ -969,10 +1102,12 @@ def as_text(plan: Plan) -> list[str]:
     for section, rows in plan.items():
         first = next(iter(rows.values()))
         columns = first if isinstance(first, dict) else []
-        lines += ["", f"{section:24}" + "".join(f"{column:>14}" for column in columns)]
+        head = "".join(f"{column:>14}" for column in columns)
+        lines += ["", f"{section:24}{head}"]
         for name, value in rows.items():
             cells = value.values() if columns else [value]
-            lines.append(f"  {name:22}" + "".join(f" {_shown(x):>13}" for x in cells))
+            text = "".join(f" {_shown(x):>13}" for x in cells)
+            lines.append(f"  {name:22}{text}")
     return lines
 
 
@@ -1005,14 +1140,16 @@ def main() -> None:
     shapes = [read_shape(path or cfg.model) for path in paths]
     gpu = None if cfg.device == "cpu" else GPUS[cfg.gpu]
     host = 0.0 if gpu else host_memory()
-    case = Case(cfg, world, shapes, gpu, min(world, NODE), host, prompts)
+    local = min(world, NODE)
+    case = Case(cfg, world, shapes, gpu, local, host, prompts)
     plan = plan_of(case)
-    fits = verdict(case)
+    said = {"verdict": verdict(case), "engine": engine_choice(case)}
     if cfg.json:
-        print(json.dumps(plan | {"verdict": fits, "config": vars(cfg)}))
+        print(json.dumps(plan | said | {"config": vars(cfg)}))
         return
-    lines = [*as_text(plan), "", textwrap.fill(fits, 80)]
-    print("\n".join(lines))
+    print("\n".join(as_text(plan)), end="\n\n")
+    for line in filter(None, said.values()):
+        print(textwrap.fill(line, 80))
 
 
 if __name__ == "__main__":

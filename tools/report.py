@@ -1,7 +1,10 @@
 """Reports on runs: plots of their curves, a summary as text, and an HTML page.
 
-python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
-python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
+    python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
+    python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
+
+Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of the
+runs, and a band from the lowest to the highest run.
 """
 
 import base64
@@ -9,9 +12,10 @@ import re
 import warnings
 from collections.abc import Sequence
 from html import escape
-from itertools import chain
+from itertools import chain, cycle, product
 from pathlib import Path
-from statistics import fmean, stdev
+
+import numpy as np
 
 from configs import explained, read_json, read_jsonl, require, run_command, shorten, show
 from log import ALARM, read_metrics
@@ -31,20 +35,47 @@ ROW = {
 warnings.filterwarnings("ignore", "Data has no positive values")
 
 
-def _curves(rows, pattern):
-    """Returns a dict: metric whose name matches the regular expression `pattern` -> step -> value."""
-    curves = {}
-    for row in rows:
-        for name, value in row.items():
-            if re.fullmatch(pattern, name):
-                curves.setdefault(name, {})[row["step"]] = value
-    return curves
+def _names(rows, pattern):
+    """Returns the names of the metrics that match the regular expression `pattern`."""
+    return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
+
+
+def _values(runs, name):
+    """Returns the steps at which any run has a value of the metric, and an array (runs, steps) of the values.
+    It has NaN where a run has no value. runs: the rows of each run's metrics.jsonl"""
+    steps = sorted({row["step"] for row in chain(*runs) if name in row})
+    values = []
+    for rows in runs:
+        curve = {row["step"]: row[name] for row in rows if name in row}
+        values.append([curve.get(step, np.nan) for step in steps])
+    return steps, np.array(values)
+
+
+def _flags(run):
+    """Returns a run's flags without `seed` and `out`, and its packages, code and data, as a dict:
+    --name -> text."""
+    config = read_json(run / "config.json", {"versions": dict})
+    config |= config.pop("versions", {})
+    flags = {f"--{name.lstrip('-')}": str(value) for name, value in config.items()}
+    for name in ("--seed", "--out"):
+        flags.pop(name, None)
+    return flags
+
+
+def recipes(runs: Sequence[Path]) -> list[list[Path]]:
+    """Returns the runs of each recipe. The config.json files of its runs differ only in `seed` and `out`. A
+    run without config.json is a recipe of its own."""
+    groups = {}
+    for run in dict.fromkeys(runs):
+        key = str(_flags(run) or run)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
 # --- curves
 
-# The panels of a plot: title, regular expression for the metrics, scale of the axis. A plot of one run has a
-# line for each metric. With several runs, each metric has its own panel, with a line for each run.
+# The panels of a plot: title, regular expression for the metrics, scale of the axis. A plot of one recipe has
+# a line for each metric. With several recipes, each metric has its own panel, with a line for each recipe.
 PANELS = [
     ("reward", "reward", "share"),
     ("held-out accuracy", r"eval/.+/avg@\d+", "share"),
@@ -65,24 +96,24 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     written, and ValueError for an unknown type of picture."""
     from matplotlib.figure import Figure
 
-    data = {f"{run}: {facts(run)['run']}": read_metrics(run) for run in runs}
+    data = {}  # label of a recipe -> the metrics of its runs
+    for group in recipes(runs):
+        label = f"{group[0]}: {facts(group)['run']}"
+        data[label] = list(map(read_metrics, group))
     alone = len(data) == 1
-    panels = []
+    rows = list(chain(*chain(*data.values())))  # of all runs
+    panels = {}  # title and scale -> label of a line -> steps and values
     for title, pattern, scale in PANELS:
-        found = {run: _curves(rows, pattern) for run, rows in data.items()}
-        metrics = dict.fromkeys(chain(*found.values()))
-        if alone and metrics:
-            panels.append((title, *found.values(), scale))
-            continue
-        for metric in metrics:
-            # A run without this metric has an empty line, so that each run keeps its colour.
-            curves = {run: curves.get(metric, {}) for run, curves in found.items()}
-            panels.append((metric, curves, scale))
+        # A recipe without a metric has an empty line, so that each recipe keeps its colour.
+        for name, (label, group) in product(_names(rows, pattern), data.items()):
+            panel = title if alone else name
+            line = name if alone else label
+            panels.setdefault((panel, scale), {})[line] = _values(group, name)
     height = (len(panels) + 2) // 3 or 1
     figure = Figure(figsize=(13.2, 3.8 * height), dpi=130, layout="constrained")
-    for place, (title, curves, scale) in enumerate(panels, 1):
+    for place, ((title, scale), lines) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(height, 3, place, title=title, xlabel="step")
-        _draw(axis, curves, scale)
+        _draw(axis, lines, scale)
         if alone:
             axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
     if alone:
@@ -92,10 +123,16 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     figure.savefig(to, format=to.suffix[1:])
 
 
-def _draw(axis, curves, scale):
-    """Draw a panel of a plot. curves: label of a line -> step -> value"""
-    for label, curve in curves.items():
-        axis.plot(curve.keys(), curve.values(), ".-", label=label)
+def _draw(axis, lines, scale):
+    """Draw a panel of a plot. Neighbouring lines have different dashes, so that two equal lines can be seen.
+
+    lines: label -> steps and values (see `_values`) of the runs whose mean the line shows"""
+    dashes = cycle([".-", ".--", ".:"])
+    for label, (steps, values) in lines.items():
+        (line,) = axis.plot(steps, values.mean(0), next(dashes), label=label)
+        lowest = np.fmin.reduce(values)  # ignores NaN
+        highest = np.fmax.reduce(values)
+        axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2)
     if scale == "log":
         axis.set_yscale("log")
     elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
@@ -109,27 +146,43 @@ def _draw(axis, curves, scale):
 # --- text
 
 
-def facts(run: Path) -> dict[str, str]:
-    """Returns the summary of a run as a dict: name -> text. ± is the standard error over the problems."""
-    rows = read_metrics(run)
-    config = read_json(run / "config.json")
-    names = ("algo", "seed", "model", "steps")
-    algo, seed, model, steps = (config.get(name, "–") for name in names)
-    times = [row["time/step"] for row in rows if "time/step" in row]
+def facts(runs: Sequence[Path]) -> dict[str, str]:
+    """Returns the summary of a recipe's runs as a dict: name -> text. Values are means over the runs. ± is
+    the standard error over the runs, or, for a single run, over its problems."""
+    data = list(map(read_metrics, runs))
+    configs = [read_json(run / "config.json") for run in runs]
+    names = ("algo", "model", "steps")
+    algo, model, steps = (configs[0].get(name, "–") for name in names)
+    seeds = ", ".join(str(config.get("seed", "–")) for config in configs)
+    _, times = _values(data, "time/step")
+    minutes = np.nanmean(times, 0).sum() / 60
+    alarms = [read_jsonl(run / "alarms.jsonl", ALARM) for run in runs]
     found = {
-        "run": f"{algo}, seed {seed}, model {model}",
-        "steps": f"{len(times)} of {steps} in {sum(times) / 60:.1f} minutes",
-        "alarms": str(len(read_jsonl(run / "alarms.jsonl", ALARM))),
+        "run": f"{algo}, seed {seeds}, model {model}",
+        "steps": f"{times.shape[1]} of {steps} in {minutes:.1f} minutes",
+        "alarms": str(sum(map(len, alarms))),
     }
-    for key, curve in _curves(rows, "reward|eval/.+@.+").items():
-        first, *_ = curve.values()
-        last = max(curve)
-        best = max(curve, key=curve.get)
-        scores = _scores(run, key, last)
-        error = f" ± {stdev(scores) / len(scores) ** 0.5:.3f}" if len(scores) > 1 else ""
-        change = f"{first:.3f} → {curve[last]:.3f}{error}"
-        found[key] = f"{change} (best {curve[best]:.3f} at step {best})"
+    for name in _names(chain(*data), "reward|eval/.+@.+"):
+        steps, values = _values(data, name)
+        in_all = np.isfinite(values).all(0)
+        if in_all.any():
+            steps = np.array(steps)[in_all]
+            found[name] = _change(runs, name, steps, values[:, in_all])
     return found
+
+
+def _change(runs, name, steps, values):
+    """Returns the first, last and best value of a metric as text. values: array (runs, steps)"""
+    means = values.mean(0)
+    scores = values[:, -1]
+    if len(runs) == 1:
+        scores = _scores(runs[0], name, steps[-1])
+    error = ""
+    if len(scores) > 1:
+        error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}"
+    best = means.argmax()
+    change = f"{means[0]:.3f} → {means[-1]:.3f}{error}"
+    return f"{change} (best {means[best]:.3f} at step {steps[best]})"
 
 
 def _scores(run, key, step):
@@ -138,17 +191,14 @@ def _scores(run, key, step):
     for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl", ROW):
         if key.startswith(f"eval/{row.get('set')}/avg@"):
             problems.setdefault(row["prompt_id"], []).append(row["reward"])
-    return list(map(fmean, problems.values()))
+    return list(map(np.mean, problems.values()))
 
 
 def compare(runs: Sequence[Path]) -> str:
-    """Returns, as text, the `facts` of each run, and the flags, packages, code and data that differ."""
+    """Returns, as text, the `facts` of each recipe, and the flags, packages, code and data that differ."""
     columns = {}
-    for run in runs:
-        config = read_json(run / "config.json", {"versions": dict})
-        config |= config.pop("versions", {})
-        flags = {f"--{name.lstrip('-')}": str(value) for name, value in config.items()}
-        columns[str(run)] = facts(run) | flags
+    for group in recipes(runs):
+        columns[str(group[0])] = facts(group) | _flags(group[0])
     lines = []
     for field in dict.fromkeys(chain(*columns.values())):
         cells = {name: column.get(field, "–") for name, column in columns.items()}
@@ -156,14 +206,14 @@ def compare(runs: Sequence[Path]) -> str:
             continue
         lines.append(field)
         lines += [f"  {shorten(name, 40):40}  {shorten(cell, 56)}" for name, cell in cells.items()]
-    lines += ["", "± standard error, over the problems"]
+    lines += ["", "± standard error, over the runs; of a single run, over the problems"]
     return "\n".join(lines)
 
 
 def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
     training, the last alarms, and the paths of report, plot, metrics and exported model."""
-    lines = [f"{name:19} {value}" for name, value in facts(run).items()]
+    lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
     files = _files(run, "eval")
     if len(files) > 1:
         first = read_jsonl(files[0], ROW)[:3]
@@ -269,7 +319,7 @@ def write_report(run: Path) -> None:
         _fold("Configuration", _table(config.items())),
     ]
     sections = {
-        "Summary (± standard error)": _table(facts(run).items()),
+        "Summary (± standard error)": _table(facts([run]).items()),
         "Alarms (step, text)": _table(alarms) if alarms else "None was raised.",
         "Curves": f'<div><img alt="curves" src="data:image/png;base64,{picture}"></div>',
         "Samples of the training": _samples(run, "samples"),
