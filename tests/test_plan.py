@@ -467,7 +467,7 @@ def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, sai
     assert "estimated seconds" not in said and said["engine"] == ""
     assert said_by("orz-7b --engine torch")["engine"].startswith("engine: torch (as --engine says); a ")
     for words, message in {"--model /no/such": "no /no/such/config.json; needed: --model",
-                           "--gpu H1000": "choice 'H1000' for argument '--gpu'. Expected one of .*H100",
+                           "--gpu H1000": "choice 'H1000' for argument '--gpu'; needed: one of .*H100",
                            "--ranks 4 --tp 3": "4 ranks can't be divided .*; needed: a multiple"}.items():
         with pytest.raises(UserError, match=message):
             said_by(f"orz-7b {words}")

@@ -512,7 +512,7 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
     *((f"--write_rows {words}", f"--write_rows {words}; needed: a condition such as") for words in (
         "rate<2 x.jsonl", "rat<0.1 x.jsonl", "rate x.jsonl", "rate<nan x.jsonl", "rate<0.1 x.json",
         "rate<0.1 no/x.jsonl", "rate=0 x.jsonl")),
-    ("--temprature 1", "Unrecognized options: --temprature, 1 (Perhaps you meant: --temperature")])
+    ("--temprature 1", "no flag --temprature (did you mean --temperature?)")])
 def test_a_flag_that_evaluation_does_not_read_is_refused(argv, words):
     with pytest.raises(UserError, match=re.escape(words)) as e:
         main(["/no/model", "x.jsonl", *argv.split()])
