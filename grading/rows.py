@@ -189,19 +189,23 @@ def _unused(fields, problem, turns, where):
     with a name of QUIET. Raises UserError if such a field has a name of OF_QUESTION.
 
     problem: the value of the problem's field"""
-    shown = "".join(_texts([content for _, content in turns]))
-    found = []
+    asked = []  # fields that may belong to the question
     for name, value in fields.items():
         of_question = OF_QUESTION.fullmatch(name.casefold())
-        if value is problem or all(text in shown for text in _texts(value)):
+        if value is not problem and (of_question or not QUIET.search(name.casefold())):
+            asked.append((name, value, of_question))
+    # Most rows have no such field. So their prompts, which may be long, are not split into words.
+    shown = "".join(_texts([content for _, content in turns])) if asked else ""
+    found = []
+    for name, value, of_question in asked:
+        if all(text in shown for text in _texts(value)):
             continue
         require(
             not of_question,
             f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
             "its text in the problem, choices in a field choices, or rows without it",
         )
-        if not QUIET.search(name.casefold()):
-            found.append((name, hash(repr(value))))
+        found.append((name, hash(repr(value))))
     return tuple(found)
 
 

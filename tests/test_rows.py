@@ -295,11 +295,22 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
     TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
+    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
+        r"refuses its turns \(TimeoutError: no end after 1 CPU",
+    TURNS + "{{ 'a' * 10**10 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{{ 'a' * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ [0] * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 'a' | center(10000000000) }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 9**9**9 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}":
+        r"refuses its turns \((Timeout|Memory|Overflow)Error",
     TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: "}
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
+    """Also one that never ends, or needs all memory or an hour of C code."""
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
@@ -309,6 +320,22 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
     assert "\n" not in str(e.value) and "needed: " in str(e.value)
     tokenizer.chat_template = TURNS  # a template may remove spaces
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
+
+
+def test_a_long_prompt_is_dropped_before_it_is_tokenized(tokenizer, tmp_path, monkeypatch):
+    """A text of 50 MB. Tokenizing it takes minutes and gigabytes."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 25_000_000, "answer": "3"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize, lengths, said = type(tokenizer).__call__, [], []
+
+    def spy(self, text, **options):
+        lengths.append(len(text))
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", spy)
+    found = data.load_problems([f"{tmp_path}/a.jsonl"], tokenizer, CFG, said.append)
+    assert [p.text for p in found] == ["1+1="] and "1 prompts over 4096 tokens" in said[-1]
+    assert max(lengths) < 1000
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
