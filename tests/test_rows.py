@@ -501,14 +501,24 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     assert len(data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)) == 5
 
 
-def test_evaluation_sets_are_named_after_their_files(tokenizer, tmp_path):
-    (tmp_path / "math.jsonl").write_bytes(GOOD)
-    sets = rollout.load_sets(replace(CFG, eval_data=(f"{tmp_path}/math.jsonl",)), tokenizer, str)
-    assert list(sets) == ["math"]
-    assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "x/eval.jsonl"]) == [
-        "gsm8k-test", "eval"]
-    assert rollout.set_names([]) == []
-    for twice in (["a.json", "a.json"], ["a/d.json", "b/d.jsonl"]):
+def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
+    for folder in ("a/math", "b/math", "b/logic"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test.jsonl").write_bytes(GOOD)
+    paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
+    sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
+    assert list(sets) == ["a-math-test", "b-math-test", "b-logic-test"]
+    part = "test-00000-of-00001.parquet"
+    for files, names in (
+            ([f"openai/gsm8k:main/{part}", "x/eval.jsonl"], ["gsm8k-test", "eval"]),
+            ([f"openai/gsm8k:main/{part}", f"a/math:{part}"], ["gsm8k-test", "math-test"]),
+            ([f"o/gsm8k:{kind}/{part}" for kind in ("main", "socratic")],
+             ["main-gsm8k-test", "socratic-gsm8k-test"]),
+            ([f"{owner}/math:{part}" for owner in "ab"], ["a-math-test", "b-math-test"]),
+            (["aime24/test.jsonl", "math/test.jsonl", "x.json"], ["aime24-test", "math-test", "x"]),
+            ([], [])):
+        assert rollout.set_names(files) == names
+    for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
         with pytest.raises(UserError, match="two files of --eval_data have the same name"):
             rollout.set_names(twice)
 
