@@ -18,7 +18,7 @@ import torch
 
 import dist
 import grpo
-from configs import Config, Say, UserError, require
+from configs import PRESETS, Config, Say, UserError, require
 from data import (
     Problem,
     Sample,
@@ -103,24 +103,33 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets."""
-    found = {"": "orz"}
+    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
+    UserError if --extractor has two extractors for one data set."""
+    found = {}
     for spec in cfg.extractor:
         dataset, _, name = spec.rpartition("=")
         found[dataset.casefold()] = name
-    return found
+    require(
+        len(found) == len(cfg.extractor),
+        f"--extractor {' '.join(cfg.extractor)} has two extractors for the same rows",
+        "one each: NAME, and DATASET=NAME for the rows of a data set",
+    )
+    return {"": "orz"} | found
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if --reward names an unknown data set.
+    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
 
     sets: the problems of each data file"""
     terms = terms_of(cfg)
     there = {p.dataset.casefold() for problems in sets for p in problems}
-    unknown = sorted({t.dataset for t in terms} - there - {""})
+    named = {t.dataset for t in terms} | extractors(cfg).keys()
+    # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
+    of_presets = itertools.chain(*map(extractors, PRESETS.values()))
+    unknown = sorted(named - there - {*of_presets})
     require(
         not unknown,
-        f"--reward names data sets without rows: {', '.join(unknown)}",
+        f"--reward or --extractor names data sets without rows: {', '.join(unknown)}",
         f"some of the rows' data sets: {', '.join(sorted(there - {''})) or 'none'}",
     )
     for dataset in sorted(there):
@@ -321,8 +330,8 @@ class Trajectories:
         known = self.engine.config.vocab_size
         if 0 < left < len(ids) or max(ids, default=0) >= known:
             self.grader.errors["Flood"] = (
-                f"Flood: the environment's text has {len(ids)} tokens up to {max(ids)}, but the "
-                f"response has room for only {left}, and the model has {known} tokens"
+                f"Flood: the environment's text has {len(ids)} tokens up to {max(ids)}; "
+                f"the response has room for {left}, and the model knows {known}"
             )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.

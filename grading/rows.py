@@ -60,14 +60,18 @@ OF_QUESTION = re.compile(
 )
 # Fields that no prompt needs, such as question_type: one of these words between underscores.
 QUIET = re.compile(
-    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|topic|"
-    r"category|domain|tag|split|license|lang|language|style|ability|info|meta|metadata|"
-    r"version|model|rate|score|count|reward|dataset|choice|option|answer|answerkey|label|truth|"
-    r"solution|rationale|explanation|reason|reasoning|cot|generation|response|output|"
-    r"completion|message|correct|correctness|valid|verified|complete|synthetic|is)s?(_|$)"
+    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|"
+    r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
+    r"meta|metadata|version|model|rate|score|count|reward|dataset|choice|option|"
+    r"answer|answerkey|label|truth|solution|rationale|explanation|reason|"
+    r"reasoning|cot|generation|response|output|completion|message|correct|"
+    r"correctness|valid|verified|complete|synthetic|is)s?(_|$)"
 )
 # Chat markup of some model, or a list of turns as text, as in data converted from CSV
-MARKUP = r"""<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|\[\s*\{\s*\\?['"](role|from)\\?['"]:"""
+MARKUP = (
+    r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|"
+    r"""\[\s*\{\s*\\?['"](role|from)\\?['"]:"""
+)
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
 
@@ -355,8 +359,8 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
     marked = [number for number, row in rows if special.search(str(row.turns))]
     if marked:
         lines.append(
-            f"the problem has chat markup or special tokens in {len(marked)} of {len(rows)} rows, "
-            f"first in row {marked[0]}"
+            f"the problem has chat markup or special tokens in {len(marked)} of "
+            f"{len(rows)} rows, first in row {marked[0]}"
         )
     unused = Counter()
     for _, row in rows:

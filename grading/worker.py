@@ -602,8 +602,8 @@ class Grader(AbstractContextManager):
         stalled is replaced, once."""
         told = time.monotonic()
         replaced = []
+        self._read(0)
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
-            self._read(1.0)
             now = time.monotonic()
             for server in busy:
                 if not server.ended and now - server.heard < self.patience:
@@ -621,6 +621,7 @@ class Grader(AbstractContextManager):
                 told = now
                 waits = [f"{len(s.requests)} calls of {s.spec or 'math'}" for s in busy]
                 self.say(f"grading: waits for {', '.join(waits)}")
+            self._read(1.0)
 
     @property
     def reads_rows(self) -> bool:
