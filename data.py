@@ -17,7 +17,10 @@ import json
 import math
 import os
 import re
+import resource
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
 from configs import Config, Say, explained, require, show
@@ -49,6 +53,8 @@ TEMPLATES = {
 }
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
+TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
+TEMPLATE_BYTES = 2**28  # memory that it may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -217,7 +223,7 @@ def load_problems(
         "--data FILE [FILE …]; the README tells which data a preset is made for",
     )
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
-    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt)
+    encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
     special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
     problems = []
     seen = set()
@@ -229,7 +235,7 @@ def load_problems(
             say(f"{path}: {line}")
         for number, row in rows:
             ids = encode(row.turns, f"{path} row {number}")
-            if len(ids) > limit:
+            if ids is None or len(ids) > limit:
                 too_long += 1
                 continue
             problems.append(
@@ -273,10 +279,13 @@ def _new_rows(path, seen, cfg, keep_fields):
 
 
 def prompt_encoder(
-    template: str, tokenizer: Any, system_prompt: str = ""
-) -> Callable[[Turns, str], list[int]]:
+    template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
+) -> Callable[[Turns, str], list[int] | None]:
     """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. The last turn
     of the conversation is the problem. Only the template "chat" can show earlier turns.
+
+    The function returns None for a text so long that it must have more than `limit` tokens. Such a text may
+    have millions of characters, so it is not tokenized.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
@@ -286,6 +295,7 @@ def prompt_encoder(
         "this tokenizer has no chat template",
         "--template orz or plain",
     )
+    most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
 
     def encode(turns: Turns, row: str = "the row") -> list[int]:
         if form:
@@ -299,6 +309,8 @@ def prompt_encoder(
             text = form.replace("{problem}", turns[-1][1])
         else:
             text = _fill_chat_template(tokenizer, turns, system_prompt, row)
+        if len(text) > most:
+            return None
         with explained(f"{row}: its text can't be tokenized", "text in UTF-8"):
             ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(
@@ -334,15 +346,46 @@ def prompt_form(template: str) -> str:
     return form
 
 
+def _stop_template(*_):
+    """Handles SIGPROF: ends a chat template that takes too long."""
+    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
+
+
+@contextmanager
+def _limits():
+    """Context manager that limits the CPU time and the memory of a chat template, which is code from the
+    model's folder."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    signal.signal(signal.SIGPROF, _stop_template)
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
+    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + TEMPLATE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _no_power(x, y):
+    """Refuses x ** y in a chat template. No time limit would end 9**9**9, because it is C code."""
+    raise ArithmeticError("a power")
+
+
+SandboxedEnvironment.intercepted_binops = frozenset(["**"])
+SandboxedEnvironment.default_binop_table["**"] = _no_power
+
+
 def _fill_chat_template(tokenizer, turns, system_prompt, row):
     """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a system or user
     turn."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
-    with explained(
-        f"{row}: the chat template refuses its turns", "other roles, or another --template"
-    ):
+    refused = f"{row}: the chat template refuses its turns"
+    with explained(refused, "other roles, or another --template"), _limits():
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:

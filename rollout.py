@@ -18,7 +18,7 @@ import torch
 
 import dist
 import grpo
-from configs import Config, Say, require
+from configs import PRESETS, Config, Say, UserError, require
 from data import (
     Problem,
     Sample,
@@ -103,24 +103,33 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
 
 
 def extractors(cfg: Config) -> dict[str, str]:
-    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets."""
-    found = {"": "orz"}
+    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
+    UserError if --extractor has two extractors for one data set."""
+    found = {}
     for spec in cfg.extractor:
         dataset, _, name = spec.rpartition("=")
         found[dataset.casefold()] = name
-    return found
+    require(
+        len(found) == len(cfg.extractor),
+        f"--extractor {' '.join(cfg.extractor)} has two extractors for the same rows",
+        "one each: NAME, and DATASET=NAME for the rows of a data set",
+    )
+    return {"": "orz"} | found
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
-    """Raises UserError if a data set has no grader, or if --reward names an unknown data set.
+    """Raises UserError if a data set has no grader, or if --reward or --extractor names an unknown data set.
 
     sets: the problems of each data file"""
     terms = terms_of(cfg)
     there = {p.dataset.casefold() for problems in sets for p in problems}
-    unknown = sorted({t.dataset for t in terms} - there - {""})
+    named = {t.dataset for t in terms} | extractors(cfg).keys()
+    # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
+    of_presets = itertools.chain(*map(extractors, PRESETS.values()))
+    unknown = sorted(named - there - {*of_presets})
     require(
         not unknown,
-        f"--reward names data sets without rows: {', '.join(unknown)}",
+        f"--reward or --extractor names data sets without rows: {', '.join(unknown)}",
         f"some of the rows' data sets: {', '.join(sorted(there - {''})) or 'none'}",
     )
     for dataset in sorted(there):
@@ -316,11 +325,13 @@ class Trajectories:
             return self._complete(s)
         ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
         left = self._left(s)
-        # The response has room, but not for the whole text: an error of the environment.
-        if 0 < left < len(ids):
+        # The response has room, but not for the whole text, or the model has no embedding for a token: an
+        # error of the environment.
+        known = self.engine.config.vocab_size
+        if 0 < left < len(ids) or max(ids, default=0) >= known:
             self.grader.errors["Flood"] = (
-                f"Flood: the environment's text has {len(ids)} tokens, but the response "
-                f"has room for only {left}"
+                f"Flood: the environment's text has {len(ids)} tokens up to {max(ids)}; "
+                f"the response has room for {left}, and the model knows {known}"
             )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
@@ -617,21 +628,27 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
 
 
 def set_names(paths: Sequence[str]) -> list[str]:
-    """Returns a short name for each evaluation file. Raises UserError if two files have the same name.
+    """Returns a short name for each evaluation file. If two files have the same name, all names also have
+    the last folders of the files. Raises UserError if this does not help.
 
     eval_sets/aime2024.json                          aime2024
+    gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
     openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
-    names = []
+    parts = []
     for path in paths:
         repo, _, file = path.rpartition(":")
-        name = Path(file).stem.removesuffix("-00000-of-00001")
-        names.append(f"{Path(repo).name}-{name}" if repo else name)
-    require(
-        len(set(names)) == len(names),
-        f"two files of --eval_data have the same name: {' '.join(names)}",
-        "each file once, and different file names",
+        stem = Path(file).stem.removesuffix("-00000-of-00001")
+        if repo:
+            stem = f"{Path(repo).name}-{stem}"
+        parts.append([*Path(repo).parts[:-1], *Path(file).parts[:-1], stem])
+    for n in range(1, 1 + max(map(len, parts), default=1)):
+        names = ["-".join(part[-n:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(
+        f"two files of --eval_data have the same name: {' '.join(paths)}; "
+        "needed: each file once, and different file names"
     )
-    return names
 
 
 def score_sets(

@@ -13,15 +13,16 @@ A file is JSON, JSONL or Parquet, on the disk or on the Hugging Face Hub. Format
     GSM8K                 question; an answer that ends in #### ANSWER
     MMLU                  question; choices (a list); answer (an index from 0, a letter or a choice's text)
     AGIEval, ARC          question; options, or choices {text: [...], label: [...]}; label or answerKey
+                          (choices may also be objects [{label, text}, ...])
 
 Optional fields:
 
     reward                    how answers are compared: "math", "choice" or "exact"
     dataset or data_source    name of a data set, for --reward and --extractor
 
-A wrong row raises a UserError that names file and row. A prompt has only the problem and its choices,
-so a row with another field that belongs to the question, such as `passage`, is refused. Other fields that no
-prompt shows are named.
+Wrong rows raise a UserError that names the file and up to MOST_ERRORS rows. A prompt has only the problem and
+its choices, so a row with another field that belongs to the question, such as `passage`, is refused. Fields
+that no prompt shows are named, except for those of known use (QUIET).
 """
 
 from __future__ import annotations
@@ -33,30 +34,44 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from configs import data_file, explained, require
+from configs import UserError, data_file, explained, require
 from grading.answers import KINDS, extract, grade
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
-# The other fields that `problem_of` reads
-KNOWN = {*ANSWER, "choices", "options", "label", "answerKey", "reward", "dataset", "data_source"}
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
+# Whitespace, NUL, and characters without width: a gold answer loses them at both ends.
+INVISIBLE = " \t\n\r\v\f\0\x85\xa0\xad\u200b\u200e\u200f\u2028\u2029\u2060\u3000\ufeff"
+MOST_ERRORS = 10  # wrong rows that one message names
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|"
     r"background|table|image|figure|video|audio|input)(s|_?text|\d+)?|"
     r"(op|option_?|choice_?)?[a-e]"
 )
-MARKUP = r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>"  # chat markup of some model
+# Fields that no prompt needs, such as question_type: one of these words between underscores.
+QUIET = re.compile(
+    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|"
+    r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
+    r"meta|metadata|version|model|rate|score|count|reward|dataset|choice|option|"
+    r"answer|answerkey|label|truth|solution|rationale|explanation|reason|"
+    r"reasoning|cot|generation|response|output|completion|message|correct|"
+    r"correctness|valid|verified|complete|synthetic|is)s?(_|$)"
+)
+# Chat markup of some model, or a list of turns as text, as in data converted from CSV
+MARKUP = (
+    r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|"
+    r"""\[\s*\{\s*\\?['"](role|from)\\?['"]:"""
+)
 HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
 
 
@@ -68,9 +83,8 @@ class Row:
     answer: str  # the gold answer
     kind: str  # "math", "choice" or "exact"
     dataset: str  # name of the data set, or ""
-    unused: tuple[str, ...] = field(
-        compare=False
-    )  # names of the fields that the prompt does not show
+    # Name and hash of each field that no prompt shows. Rows that differ in such a field are no repeats.
+    unused: tuple[tuple[str, int], ...] = ()
     fields: str = ""  # the whole row as JSON, if `keep_fields` was set in `problem_rows`
 
     @property
@@ -86,19 +100,31 @@ def problem_rows(
     path: str, default: str, keep_fields: bool = False
 ) -> Iterator[tuple[int, Row | None]]:
     """Yields (row number, Row) for each row of a file, with None for the copy of an earlier row. Raises
-    UserError for a wrong file.
+    UserError for a wrong file. The error names up to MOST_ERRORS wrong rows.
 
     default: see `problem_of`. keep_fields: whether to set Row.fields"""
     seen = set()
-    for number, row in read_rows(local_file(path)):
+    wrong = []
+    for number, stored in stored_rows(local_file(path)):
         # 64 bits: two of a million different rows have the same hash with probability 3e-8.
-        key = hash(repr(row))
+        key = hash(repr(stored))
         if key in seen:
             yield number, None
             continue
         seen.add(key)
-        found = problem_of(row, f"{path} row {number}", default)
+        where = f"{path} row {number}"
+        try:
+            row = _decoded(stored, where)
+            found = problem_of(row, where, default)
+        except UserError as error:
+            wrong.append(str(error).partition("; needed: "))
+            if len(wrong) == MOST_ERRORS:
+                break
+            continue
         yield number, replace(found, fields=as_json(row)) if keep_fields else found
+    if wrong:
+        all_found = "; ".join(found for found, _, _ in wrong)
+        raise UserError(f"{all_found}; needed: {wrong[0][2]}")
 
 
 def as_json(row: Any) -> str:
@@ -146,45 +172,57 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     )
     if kind == "choice" and choices:
         role, text = turns[-1]
-        turns = (*turns[:-1], (role, _with_choices(text, choices)))
+        turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
         answer = _letter_of(gold, choices, fields, where)
     else:
         answer = _answer(fields, kind, where)
+        # The number may be the index of a choice. Then the choice's text would count as wrong.
+        require(
+            not choices or not _is_number(gold) or answer in choices.values(),
+            f"{where} has the answer {answer}, which is none of its choices",
+            'a choice\'s text, or "reward": "choice"',
+        )
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
     unused = _unused(fields, problem, turns, where)
-    return Row(turns, answer.strip(), kind, dataset, unused)
+    return Row(turns, answer.strip(INVISIBLE), kind, dataset, unused)
 
 
 def _unused(fields, problem, turns, where):
-    """Returns the names of the fields with a text that is not in the prompt, without those of the gold answer
-    and of the data set. Raises UserError if such a field has a name of OF_QUESTION.
+    """Returns (name, hash of the value) for each field with a text that is not in the prompt, without those
+    with a name of QUIET. Raises UserError if such a field has a name of OF_QUESTION.
 
     problem: the value of the problem's field"""
-    shown = " ".join(_texts([content for _, content in turns]))
-    found = []
+    asked = []  # fields that may belong to the question
     for name, value in fields.items():
-        if name in KNOWN or value is problem or all(text in shown for text in _texts(value)):
+        of_question = OF_QUESTION.fullmatch(name.casefold())
+        if value is not problem and (of_question or not QUIET.search(name.casefold())):
+            asked.append((name, value, of_question))
+    # Most rows have no such field. So their prompts, which may be long, are not split into words.
+    shown = "".join(_texts([content for _, content in turns])) if asked else ""
+    found = []
+    for name, value, of_question in asked:
+        if all(text in shown for text in _texts(value)):
             continue
         require(
-            not OF_QUESTION.fullmatch(name.casefold()),
+            not of_question,
             f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
             "its text in the problem, choices in a field choices, or rows without it",
         )
-        found.append(name)
+        found.append((name, hash(repr(value))))
     return tuple(found)
 
 
 def _texts(value):
-    """Returns the texts in a value, also in lists and objects, with single spaces. Null, false, NaN and empty
-    texts are left out."""
+    """Returns the texts in a value, also in lists and objects. Each text is given as words and signs between
+    spaces, so that " m " is not found in " cm ". Null, false, NaN and empty texts are left out."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):
         return list(itertools.chain(*map(_texts, value)))
     text = "" if value in (None, False) or value != value else str(value)
-    words = text.split()
-    return [" ".join(words)] if words else []
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return [" ".join(["", *words, ""])] if words else []
 
 
 def _fields(row):
@@ -207,7 +245,7 @@ def _first(fields, *names):
 def _check_text(text, name, value, row, where):
     found = row if value is None else value
     require(
-        text is not None and text.strip() != "",
+        text is not None and text.strip(INVISIBLE) != "",
         f"{where} has no {name} as text (found: {found!a:.80})",
         EXAMPLE,
     )
@@ -274,8 +312,8 @@ def _plain_text(value):
         return value
     if not _is_number(value) or value != value or abs(value) == math.inf:
         return None
-    # Some programs write 5 as 5.0 if the column has nulls. Undo this.
-    if isinstance(value, float) and value.is_integer():
+    # Some programs write 5 as 5.0 if the column has nulls. Undo this, but 1e23 has no 24 exact digits.
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return f"{value:.0f}"
     return str(value)
 
@@ -321,12 +359,12 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
     marked = [number for number, row in rows if special.search(str(row.turns))]
     if marked:
         lines.append(
-            f"the problem has chat markup or special tokens in {len(marked)} of {len(rows)} rows, "
-            f"first in row {marked[0]}"
+            f"the problem has chat markup or special tokens in {len(marked)} of "
+            f"{len(rows)} rows, first in row {marked[0]}"
         )
     unused = Counter()
     for _, row in rows:
-        unused.update(row.unused)
+        unused.update(name for name, _ in row.unused)
     if unused:
         names = ", ".join(f"{name!a:.40} ({count})" for name, count in unused.items())
         lines.append(f"fields that no prompt shows, and their numbers of rows: {names}")
@@ -341,6 +379,8 @@ def _choices(fields, where):
     found = _first(fields, "choices", "options") or {}
     if not isinstance(found, dict | list):
         pairs = [("", None)]
+    elif isinstance(found, list) and all(isinstance(choice, dict) for choice in found):
+        pairs = [(choice.get("label"), choice.get("text")) for choice in found]
     elif isinstance(found, list):
         pairs = list(itertools.zip_longest(string.ascii_uppercase[: len(found)], found))
     elif isinstance(found.get("text"), list):  # ARC
@@ -357,18 +397,28 @@ def _choices(fields, where):
     return choices
 
 
-def _with_choices(text, choices):
+def _with_choices(text, choices, where):
     """Returns `text` with a line `A. choice` for each choice, unless `text` already lists the choices. A
-    choice that begins with its letter, such as "(A) 5", gets no second one."""
+    choice that begins with its letter, such as "(A) 5", gets no second one. Raises UserError if `text` lists
+    other choices."""
     words = " ".join(text.split())
     lines = [text]
     listed = True
+    lists_others = True
     for letter, choice in choices.items():
         start = rf"\(?{letter}[.):]"
         lines.append(choice if re.match(start, choice) else f"{letter}. {choice}")
         choice = re.escape(" ".join(choice.split()))
         listed = listed and re.search(rf"(?:^|\s){start}\s*{choice}(?!\w)", words)
-    return text if listed else "\n".join(lines)
+        lists_others = lists_others and re.search(rf"^\s*{start}", text, re.MULTILINE)
+    if listed:
+        return text
+    require(
+        not lists_others,
+        f"{where}: its problem lists other choices than its field choices",
+        "the same choices in both",
+    )
+    return "\n".join(lines)
 
 
 def _letter_of(gold, choices, fields, where):
@@ -400,6 +450,13 @@ READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact P
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     """Yields (number, row) for each row of a .json (a list, or one row a line), .jsonl, .parquet or .arrow
     file. Raises UserError if the file has no row or can't be read."""
+    for number, row in stored_rows(path):
+        yield number, _decoded(row, f"{path} row {number}")
+
+
+def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
+    """Yields (number, row) as `read_rows` does, but a row that is one line of JSON as bytes. So a reader can
+    go on after a wrong line."""
     file = data_file(path)
     row = None
     if file.suffix in (".parquet", ".arrow"):
@@ -412,6 +469,13 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
     for row in rows:
         yield row
     require(row is not None, f"{path} is empty", "at least one row")
+
+
+def _decoded(row, where):
+    if not isinstance(row, bytes):
+        return row
+    with explained(f"{where} can't be read", READABLE):
+        return json.loads(row.decode().rstrip())
 
 
 def _arrow_rows(file):
@@ -433,8 +497,7 @@ def _line_rows(file):
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line
             if line.strip():
-                with explained(f"{file} row {number} can't be read", READABLE):
-                    yield number, json.loads(line.decode().rstrip())
+                yield number, line
 
 
 def _list_rows(file):

@@ -19,11 +19,14 @@ Departures from Open-Reasoner-Zero:
 - ORZ's timeout includes the wait in the queue. Our deadline counts the worker's CPU time.
 """
 
+import ctypes
+import fcntl
 import gc
 import inspect
 import json
 import logging
 import os
+import queue
 import resource
 import runpy
 import signal
@@ -36,7 +39,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing import Pipe, get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +51,7 @@ SPEC = "path/to/file.py:function"
 MAX_ANSWER = 2000  # characters of an answer; a longer answer counts as "unparsed"
 MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 MAX_REPLY = 200_000  # maximum number of characters of an environment's text
+MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
@@ -68,6 +72,7 @@ SERVER = (
     "sys.argv[1]); "
     "runpy.run_module('grading.worker', run_name='__main__', alter_sys=True)"
 )
+LOW = 64  # a user's function may write to or close file descriptors below this number: see `serve`
 START = 300  # seconds that a server may need to start from a slow disk
 MARK = os.environ.get(
     "TORZ_GRADER", "none"
@@ -195,10 +200,13 @@ def _init_worker(connection):
     # pebble's handler of SIGTERM would wait for C code such as 9**9**9.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
+        # PR_SET_PDEATHSIG: the worker dies with the server
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MEMORY
         with suppress(ValueError):  # a lower limit is already set
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 # --- in the server
@@ -335,7 +343,7 @@ def _dispatch(connection, workers, cpu, wall):
 
 def _send(connection, *message):
     # json.dumps writes ASCII, so a response may contain NULs and lone surrogates.
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         connection.send_bytes(json.dumps(message).encode())
 
 
@@ -350,7 +358,8 @@ def serve(
     global _function, _is_env, _user_file
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    connection = Connection(handle)
+    connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
+    os.close(handle)
     facts = dict(seconds=0, parallel=0)
     if spec:
         _is_env = known == TURN
@@ -366,6 +375,9 @@ def serve(
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
+    # Take all descriptors below LOW, so that pebble's pipes get higher ones.
+    while os.open(os.devnull, os.O_RDWR) < LOW:
+        pass
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
     _dispatch(connection, facts["parallel"] or workers, cpu, wall)
@@ -373,14 +385,33 @@ def serve(
 
 
 # --- in the trainer
+# Two threads for each server send and receive, so the trainer never waits for a server that stands still.
+
+
+def _send_all(connection, outbox):
+    """Send the messages of the queue `outbox` up to None."""
+    for message in iter(outbox.get, None):
+        _send(connection, *message)
+
+
+def _receive_all(connection, inbox, process):
+    """Put (process, message) into the queue `inbox` for each message of a server. The last message is None:
+    the server has ended, or a user's function has written something else to the connection."""
+    try:
+        while True:
+            inbox.put((process, json.loads(connection.recv_bytes(MAX_MESSAGE))))
+    except Exception:
+        inbox.put((process, None))
 
 
 class _Server:
     """A server process as the trainer sees it, with the requests that have no outcome yet.
 
+    inbox: queue of (process, message) for the messages of all servers
     spec, known, workers, deadline: see `serve`"""
 
-    def __init__(self, spec, known, workers, deadline):
+    def __init__(self, inbox, spec, known, workers, deadline):
+        self.inbox = inbox
         self.spec = spec
         self.known = known
         self.arguments = spec, known, workers, deadline
@@ -396,7 +427,7 @@ class _Server:
         self.close()
         self.mark = os.urandom(8).hex()
         variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORZ_GRADER": self.mark}
-        self.connection, theirs = Pipe()
+        ours, theirs = Pipe()
         arguments = [os.getpid(), theirs.fileno(), *self.arguments]
         # -P: without it, the working folder would be in sys.path. start_new_session: ctrl-C must not end the
         # server. stdout=2: what a user's function prints goes to stderr.
@@ -409,10 +440,16 @@ class _Server:
             env=os.environ | variables,
         )
         theirs.close()
+        self.outbox = queue.SimpleQueue()
+        for target, rest in (
+            (_send_all, [self.outbox]),
+            (_receive_all, [self.inbox, self.process]),
+        ):
+            threading.Thread(target=target, args=[ours, *rest], daemon=True).start()
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
-        for number, request in self.requests.items():
-            _send(self.connection, number, request)
+        for numbered in self.requests.items():
+            self.outbox.put(numbered)
 
     def add(self, request, waiter):
         """Send a request, unless an equal one has no outcome yet."""
@@ -425,7 +462,7 @@ class _Server:
         if len(waiting) == 1:
             self.count += 1
             self.requests[self.count] = request
-            _send(self.connection, self.count, request)
+            self.outbox.put((self.count, request))
 
     @property
     def busy(self):
@@ -434,7 +471,7 @@ class _Server:
     def close(self):
         """Kill the process, its workers and what the user's function has started."""
         if self.process:
-            self.connection.close()
+            self.outbox.put(None)
             # `with` waits for the end.
             with self.process, suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -474,10 +511,14 @@ class Grader(AbstractContextManager):
         known = dict.fromkeys(customs, SCORE)
         if env:
             known[env] = TURN
+        self.inbox = queue.SimpleQueue()
         self.functions = {
-            spec: _Server(spec, names, workers, deadline) for spec, names in known.items()
+            spec: _Server(self.inbox, spec, names, workers, deadline)
+            for spec, names in known.items()
         }
-        self.comparisons = _Server("", [], workers, deadline)  # starts when it is needed
+        self.comparisons = _Server(
+            self.inbox, "", [], workers, deadline
+        )  # starts when it is needed
         self.servers = [*self.functions.values(), self.comparisons]
         self.say = say
         self.stop = ()
@@ -526,7 +567,6 @@ class Grader(AbstractContextManager):
         else:
             request = json.dumps(dict(answer=answer, gold=gold, kind=kind))
             self.comparisons.add(request, (key, answer))
-        self._read(0)
 
     def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
         """Queue the call env(problem, text, turn), without waiting. `results` will return the Reply for
@@ -534,7 +574,6 @@ class Grader(AbstractContextManager):
 
         turn: number of the turn, from 1"""
         self._call(self.env, dict(problem=problem, text=text, turn=turn), (key, None))
-        self._read(0)
 
     def _call(self, spec, values, waiter):
         """Queue a call of a user's function. values: parameter -> value"""
@@ -563,8 +602,8 @@ class Grader(AbstractContextManager):
         stalled is replaced, once."""
         told = time.monotonic()
         replaced = []
+        self._read(0)
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
-            self._read(1.0)
             now = time.monotonic()
             for server in busy:
                 if not server.ended and now - server.heard < self.patience:
@@ -582,6 +621,7 @@ class Grader(AbstractContextManager):
                 told = now
                 waits = [f"{len(s.requests)} calls of {s.spec or 'math'}" for s in busy]
                 self.say(f"grading: waits for {', '.join(waits)}")
+            self._read(1.0)
 
     @property
     def reads_rows(self) -> bool:
@@ -615,19 +655,21 @@ class Grader(AbstractContextManager):
 
     def _read(self, seconds):
         """Read the servers' messages. Waits at most `seconds` for one."""
-        running = {s.connection: s for s in self.servers if s.process and not s.ended}
-        for connection in wait(running, seconds):
-            server = running[connection]
-            try:
-                number, *content = json.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                server.ended = True
-                continue
-            server.heard = time.monotonic()
-            if number == 0:
-                self._imported(server, *content)
-            else:
-                self._receive(server, number, *content)
+        servers = {server.process: server for server in self.servers}
+        with suppress(queue.Empty):
+            while True:
+                process, message = self.inbox.get(timeout=seconds)
+                seconds = 0
+                server = servers.get(process)
+                if server is None:  # an earlier process of a server
+                    continue
+                server.heard = time.monotonic()
+                if message is None:
+                    server.ended = True
+                elif message[0] == 0:
+                    self._imported(server, *message[1:])
+                else:
+                    self._receive(server, *message)
 
     def _imported(self, server, facts):
         """Store what a new server says about its function (see `_import_function`)."""

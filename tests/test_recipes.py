@@ -287,6 +287,9 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
 @pytest.mark.parametrize("change,words", [
     (dict(reward=("math", "nosuch@r.py:f")), "without rows: nosuch; needed: some of .*: aime, gsm8k"),
+    (dict(extractor=("orz", "nosuch=letter")), "without rows: nosuch; needed: some of .*: aime, gsm8k"),
+    (dict(extractor=("boxed", "orz")), "two extractors for the same rows"),
+    (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for the same rows"),
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
     (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):

@@ -79,7 +79,8 @@ def grader():
     handles, processes = len(os.listdir("/proc/self/fd")), children()
     with Grader(workers=4, deadline=1.0) as grader:
         yield grader
-    assert len(os.listdir("/proc/self/fd")) <= handles  # fewer if files of other tests were closed
+    # Fewer if files of other tests were closed
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= handles)
     assert children() == processes
 
 
@@ -539,15 +540,29 @@ def test_a_server_that_dies_twice_is_an_error(custom):
             grader.check()
 
 
-def test_a_stalled_server_is_replaced(custom):
+def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
     spec = custom("def score(response, answer, kind): return len(response)")
     with Grader(customs=[spec]) as grader:
         assert ready(grader, spec)
         os.kill(server_of(grader).pid, signal.SIGSTOP)
+        start = time.monotonic()
         for i in range(10):
-            grader.submit(i, f"{i}" * 1_000, "", True, custom=spec)
+            grader.submit(i, f"{i}" * 1_000_000, "", True, custom=spec)
+        assert time.monotonic() - start < 10
         grader.patience = 2.0
-        assert [g.reward for _, g in sorted(grader.results().items())] == [1_000] * 10
+        assert [g.reward for _, g in sorted(grader.results().items())] == [1_000_000] * 10
+
+
+def test_no_worker_outlives_a_killed_server(custom):
+    """Even if the trainer does not wait for the server, and its function never returns."""
+    spec = custom("def score(response, answer, kind):\n    while response == 'x': pass\n    return 1")
+    with Grader(workers=2, deadline=60, customs=[spec]) as grader:
+        assert ready(grader, spec)
+        grader.submit(0, "x", "y", True, custom=spec)
+        time.sleep(0.5)
+        workers = children(server_of(grader).pid)
+        server_of(grader).kill()
+        assert len(workers) == 2 and wait_until(lambda: not any(map(alive, workers)))
 
 
 def test_a_server_that_was_idle_for_long_is_not_replaced(custom):
@@ -663,6 +678,48 @@ def test_no_file_of_a_user_stands_in_for_the_standard_library(place, tmp_path, m
         grader.submit(1, boxed("x+1"), "1+x", True)
         assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
     assert not (tmp_path / "ran").exists()
+
+
+SPOIL = """
+import os
+
+def spoil(lowest, highest):
+    for n in range(lowest, highest):
+        for content in (b"[1, 2]\\n" * 99, b"\\xff" * 9999):
+            try: os.write(n, content)
+            except OSError: pass
+    [os.dup2(2, n) for n in range(lowest, min(highest, 64))]
+    os.closerange(lowest, min(highest, 64))
+"""
+
+
+@pytest.mark.parametrize("at", ["import", "call"])
+def test_a_function_may_do_what_it_likes_with_descriptors_below_64(custom, at):
+    spec = custom("")
+    code = "spoil(3, 64)\ndef score(response): return 1"
+    if at == "call":
+        code = "def score(response):\n    spoil(3, 64)\n    return 1"
+    Path(spec[:-6]).write_text(SPOIL + code)
+    with Grader(workers=2, customs=[spec]) as grader:
+        for i in range(8):
+            grader.submit(i, str(i), "", True, custom=spec)
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        assert [g.reason for g in grader.results().values()] == ["correct"] * 9, grader.errors
+
+
+def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
+    spec = custom("")
+    Path(spec[:-6]).write_text(SPOIL + "def score(response):\n    spoil(3, 1024)\n    return 1")
+    with Grader(workers=1, deadline=0.5, customs=[spec]) as grader:
+        grader.patience = 10
+        grader.submit("all", "all", "", True, custom=spec)
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        grades = grader.results()
+        assert grades["compared"].reason == "correct"
+        assert grades["all"].reason in ("error", "timeout") or grader.failure
+    Path(spec[:-6]).write_text(SPOIL + "spoil(3, 1024)\ndef score(response): return 1")
+    with pytest.raises(UserError, match="its import ended or stopped its server"):
+        Grader(customs=[spec])
 
 
 @pytest.mark.parametrize("error", ["raise ValueError", "raise SystemExit", "return 1", "raise self",

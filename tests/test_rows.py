@@ -92,15 +92,16 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
-    # An answer of the kind math may be a list of one item, as text: ["2"] becomes 2. Skywork-OR1 has such
-    # answers.
+    # Invisible characters at both ends of an answer are removed. An answer of the kind math may be a list of
+    # one item, as text: ["2"] becomes 2. Skywork-OR1 has such answers.
+    r'{"prompt": "1+1=", "answer": "\ufeff\u200b 2\u200e\u0000\n"}': (Q, "2", "math"),
     r'{"prompt": "1+1=", "answer": "a\u200cb", "reward": "exact"}': (Q, "a\u200cb", "exact"),
     r'{"prompt": "1+1=", "reward_model": {"ground_truth": "[\"\\\\frac{1}{2}\"]"}}':
         (Q, r"\frac{1}{2}", "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\", \"3\"]"}': (Q, '["2", "3"]', "math"),
     r'{"prompt": "1+1=", "answer": "[\"2\"]", "reward": "exact"}': (Q, '["2"]', "exact"),
     **{f'{{"prompt": "1+1=", "answer": {x}}}': (Q, y, "math") for x, y in
-       (("1.50", "1.5"), ("1e3", "1000"), ("-3.0", "-3"), ("7" * 400, "7" * 400))},
+       (("1.50", "1.5"), ("1e3", "1000"), ("-3.0", "-3"), ("6.02e23", "6.02e+23"), ("7" * 400, "7" * 400))},
     # The field `reward` sets the kind of answer, also in a row with choices.
     '{"prompt": "1+1=", "answer": "2", "reward": null}': (Q, "2", "math"),
     '{"prompt": "1+1=", "answer": "2", "reward": "exact"}': (Q, "2", "exact"),
@@ -112,10 +113,11 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
 # Row that is refused -> words of the error message.
 REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
-       ('""', '{"role": "user"}', "ASSISTANT", "BLANK")},
+       ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
     '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
     '{"prompt": "x", "answer": ["1", "2"]}': "no answer as text (found: ['1', '2'])",
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
+    r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
     '{"prompt": NARRATOR, "answer": "2"}': "an unknown role",
@@ -139,6 +141,10 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
        ('["B", "A"]', '{"A": "B", "B": "A"}')},
     **{f'{{"question": "1+1=", "choices": {x}, "answer": 0}}': "over 26 choices, or one that" for x in
        ('["1", null]', '"1 or 2"', '{"1": "x"}', "MANY")},
+    r'{"question": "1+1=\nA. 2\nB. 3", "choices": ["3", "2"], "answer": 0}': "problem lists other choices",
+    # With the reward "choice", a number may be an index. With "math" or "exact", it must be a choice's text.
+    '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
+    '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
     **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read")}
 
 
@@ -289,11 +295,22 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
     TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
+    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
+        r"refuses its turns \(TimeoutError: no end after 1 CPU",
+    TURNS + "{{ 'a' * 10**10 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{{ 'a' * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ [0] * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 'a' | center(10000000000) }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 9**9**9 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}":
+        r"refuses its turns \((Timeout|Memory|Overflow)Error",
     TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: "}
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
+    """Also one that never ends, or needs all memory or an hour of C code."""
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")
@@ -303,6 +320,22 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
     assert "\n" not in str(e.value) and "needed: " in str(e.value)
     tokenizer.chat_template = TURNS  # a template may remove spaces
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
+
+
+def test_a_long_prompt_is_dropped_before_it_is_tokenized(tokenizer, tmp_path, monkeypatch):
+    """A text of 50 MB. Tokenizing it takes minutes and gigabytes."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 25_000_000, "answer": "3"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize, lengths, said = type(tokenizer).__call__, [], []
+
+    def spy(self, text, **options):
+        lengths.append(len(text))
+        return tokenize(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", spy)
+    found = data.load_problems([f"{tmp_path}/a.jsonl"], tokenizer, CFG, said.append)
+    assert [p.text for p in found] == ["1+1="] and "1 prompts over 4096 tokens" in said[-1]
+    assert max(lengths) < 1000
 
 
 def test_a_template_file_is_text(tokenizer, tmp_path):
@@ -468,14 +501,24 @@ def test_a_problem_of_two_files_is_the_first_files(tokenizer, tmp_path):
     assert len(data.load_problems([files[0], files[0]], tokenizer, CFG, told.append)) == 5
 
 
-def test_evaluation_sets_are_named_after_their_files(tokenizer, tmp_path):
-    (tmp_path / "math.jsonl").write_bytes(GOOD)
-    sets = rollout.load_sets(replace(CFG, eval_data=(f"{tmp_path}/math.jsonl",)), tokenizer, str)
-    assert list(sets) == ["math"]
-    assert rollout.set_names(["openai/gsm8k:main/test-00000-of-00001.parquet", "x/eval.jsonl"]) == [
-        "gsm8k-test", "eval"]
-    assert rollout.set_names([]) == []
-    for twice in (["a.json", "a.json"], ["a/d.json", "b/d.jsonl"]):
+def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
+    for folder in ("a/math", "b/math", "b/logic"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test.jsonl").write_bytes(GOOD)
+    paths = [f"{tmp_path}/{name}/test.jsonl" for name in ("a/math", "b/math", "b/logic")]
+    sets = rollout.load_sets(replace(CFG, eval_data=tuple(paths)), tokenizer, str)
+    assert list(sets) == ["a-math-test", "b-math-test", "b-logic-test"]
+    part = "test-00000-of-00001.parquet"
+    for files, names in (
+            ([f"openai/gsm8k:main/{part}", "x/eval.jsonl"], ["gsm8k-test", "eval"]),
+            ([f"openai/gsm8k:main/{part}", f"a/math:{part}"], ["gsm8k-test", "math-test"]),
+            ([f"o/gsm8k:{kind}/{part}" for kind in ("main", "socratic")],
+             ["main-gsm8k-test", "socratic-gsm8k-test"]),
+            ([f"{owner}/math:{part}" for owner in "ab"], ["a-math-test", "b-math-test"]),
+            (["aime24/test.jsonl", "math/test.jsonl", "x.json"], ["aime24-test", "math-test", "x"]),
+            ([], [])):
+        assert rollout.set_names(files) == names
+    for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
         with pytest.raises(UserError, match="two files of --eval_data have the same name"):
             rollout.set_names(twice)
 
@@ -550,33 +593,45 @@ def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, 
     told_of([ROW_OF | row], tokenizer, tmp_path, replace(CFG, template="chat"))
 
 
-def test_fields_that_no_prompt_shows_are_told(tokenizer, tmp_path):
-    """Fields of the gold answer, of the data set and of the choices are left out."""
-    known = {"solution": "so \\boxed{10}", "dataset": "d", "reward": "math", "label": "x"}
-    rows = [ROW_OF | known | {"question": f"{i}?", "prompt": f"{i}?", "id": f"row {i}"}
-            | ({"hint": f"v{i}"} if i % 2 else {}) for i in range(8)]
-    rows[0]["question"] = "another question"
+def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
+    quiet = """id ID idx index uuid problem_id unique_id source sources data_source source_dataset url level
+        difficulty type problem_type question_type subject topic category domain tags split license language
+        ability style extra_info metadata model llama8b_solve_rate pass_rate score correctness_count
+        is_reasoning_complete correctness_math_verify solution rationale explanation generations messages
+        answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
+    told = "question_concat unit hint facts system_prompt equation name"
+    fields = {name: "not shown" for name in f"{quiet} {told}".split()}
+    rows = [ROW_OF | {"question": f"{i}?"} | (fields if i % 2 else {}) for i in range(8)]
+    rows[0]["prompt"] = "the problem, and not the question"
     _, (line, _) = told_of(rows, tokenizer, tmp_path)
-    assert line == ("fields that no prompt shows, and their numbers of rows: 'question' (1), 'id' (8), "
-                    "'hint' (4)")
+    shown = ", ".join(["'question' (1)", *(f"'{name}' (4)" for name in told.split())])
+    assert line == f"fields that no prompt shows, and their numbers of rows: {shown}"
 
 
-def test_rows_with_the_same_prompt_and_answer_are_repeats(tokenizer, tmp_path):
-    """Except if a reward function reads the whole row, and other fields differ."""
-    rows = [ROW_OF | {"unit": unit, "id": i} for i, unit in enumerate(["cm", "m"])]
+def test_rows_that_differ_in_a_field_of_their_own_are_no_repeats(tokenizer, tmp_path):
+    """"cm" in the question does not make the unit "m" shown. With keep_fields, ids differ too."""
+    units = ["km", "m", "km", None, "m"]
+    rows = [ROW_OF | {"question": "In cm?", "unit": unit, "id": i} for i, unit in enumerate(units)]
     problems, told = told_of([*rows, rows[0]], tokenizer, tmp_path)
-    assert [p.row for p in problems] == [1] and "dropped 2 repeated rows" in told[-1]
-    assert [p.row for p in load(tmp_path / "d.jsonl", tokenizer, keep_fields=True)] == [1, 2]
+    assert [p.row for p in problems] == [1, 2, 4] and "dropped 3 repeated rows" in told[-1]
+    kept = load(tmp_path / "d.jsonl", tokenizer, keep_fields=True)
+    assert [p.row for p in kept] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("line,words", [
-    ("{", "row 2 can't be read (JSONDecodeError: Expecting property name enclosed in double quotes"),
-    ('{"prompt": "1+1=",\t"answer" "2"}', "Expecting ':' delimiter: line 1 column 29"),
-    ('{"prompt": "1+1=\\ud800", "answer": "2"}', "row 2: its text can't be tokenized")])
-def test_a_row_that_cannot_be_read_is_one_line(line, words, tokenizer, tmp_path):
+@pytest.mark.parametrize("lines,words", [
+    ([{"prompt": "1", "answer": None}, {"prompt": ""}, "{", {"prompt": "1", "answer": "2", "reward": "x"}],
+     ["row 2 has no answer", "row 3 has no problem", "row 4 can't be read (JSONDecodeError: Expecting "
+      "property name enclosed in double quotes", "row 5 has the unknown reward 'x'"]),
+    (['{"prompt": "1+1=",\t"answer" "2"}'],
+     ["row 2 can't be read", "Expecting ':' delimiter: line 1 column 29"]),
+    (['{"prompt": "1+1=\\ud800", "answer": "2"}'], ["row 2: its text can't be tokenized"]),
+    ([{"prompt": str(i)} for i in range(30)], [f"row {i} has no answer" for i in range(2, 12)])])
+def test_the_first_ten_wrong_rows_are_in_one_message(lines, words, tokenizer, tmp_path):
     with pytest.raises(UserError) as e:
-        told_of([GOOD.decode(), line], tokenizer, tmp_path)
-    assert words in str(e.value) and "; needed: " in str(e.value) and "\n" not in str(e.value)
+        told_of([GOOD.decode(), *lines], tokenizer, tmp_path)
+    message = str(e.value)
+    assert re.findall(r"row \d+", message) == re.findall(r"row \d+", " ".join(words))
+    assert all(word in message for word in words) and message.count("; needed: ") == 1 and "\n" not in message
 
 
 OTHER_CHOICES = {  # row -> (choices, answer)
@@ -584,13 +639,15 @@ OTHER_CHOICES = {  # row -> (choices, answer)
     '"options": ["(A)1","(B)2"], "label": "B"': ("(A)1\n(B)2", "B"),  # AGIEval
     '"choices": {"A": "3", "B": "4"}, "answer": 1': ("A. 3\nB. 4", "B"),
     '"choices": {"text": ["5", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. 5\nB. 2", "B"),  # ARC
+    '"choices": [{"label": "A", "text": "5"}, {"label": "B", "text": "2"}], "answerKey": "B"':
+        ("A. 5\nB. 2", "B"),
     '"choices": {"A": "5", "B": NaN, "C": "2"}, "answer": "C"': ("A. 5\nC. 2", "C"),
     '"choices": ["5", "2"], "label": 1': ("A. 5\nB. 2", "B"),
     **{f'"choices": {x}, "answer": "A"': f"one that is not a text (found: {found}" for x, found in {
         '[NaN, "I", "II"]': "[nan, 'I', 'II']", '"A) 3 B) 4"': "'A) 3 B) 4'", '["1", null]': "['1', None]",
         '{"text": ["5", "2"], "label": ["1", "2"]}': "{'text': ['5', '2'], 'label': ['1', '2']}",
         '{"text": ["5", "2"], "label": ["A"]}': "{'text'", '{"text": ["5", "2"]}': "{'text'",
-        '[["5"], ["2"]]': "[['5']",
+        '[{"label": "A", "text": "5"}, {"label": "A", "text": "2"}]': "[{'label'", '[["5"], ["2"]]': "[['5']",
         '[{"text": "5"}, {"text": "2"}]': "[{'text'", '["5", {"text": "2"}]': "['5', {'text'",
         '5': "5", 'true': "True"}.items()},
     '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which fits 0 of its choices",
@@ -673,6 +730,7 @@ def test_odd_gold_answers_are_told(base, gold_check, tmp_path):
 @pytest.mark.parametrize("text,told", [
     ("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", True), ("[INST] 1+1= [/INST]", True),
     ("<start_of_turn>user\n1+1=", True), ("<|start_header_id|>user<|end_header_id|>", True),
+    ("[{'role': 'user', 'content': '1+1='}]", True), ('[{"from": "human", "value": "1+1="}]', True),
     ("1<eos>2", True), ("<pad>1", True), ("<|endoftext|>", True), ("|x| < 3 and |y| > 2", False),
     ("a <| b |> c", False), ("[1, 2]", False), ("<think>", False), ("x<y>z", False), ("<|a b|>", False)])
 def test_special_tokens_and_chat_markup_in_a_problem_are_told(text, told, tokenizer, tmp_path):

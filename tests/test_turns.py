@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
     "solves": r"r'<answer>\boxed{1}</answer>' if turn == 1 else None", "marked": "Marked(problem)",
     "shows": "Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)",
     "counts": "(f'{len(text)};', None, False)",
-    "endless": "'>'", "floods": "'1' * 1000", "drowns": "'1' * 10**8", "mumbles": "3.5",
+    "endless": "'>'", "floods": "'1' * 1000", "strange": "'<far>'", "drowns": "'1' * 10**8", "mumbles": "3.5",
     "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))"}.items())
 
 
@@ -291,9 +292,16 @@ def test_the_environments_reward_is_the_trajectorys(tiny, env):
 
 
 @pytest.mark.parametrize(("name", "reason"), [
-    ("hangs", "timeout"), ("floods", "error")])
-def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason):
-    """The trajectory keeps its tokens and gets the reward 0."""
+    ("hangs", "timeout"), ("floods", "error"), ("strange", "error")])
+def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, plain, name, reason, tmp_path):
+    """The trajectory keeps its tokens and gets the reward 0. The text of "strange" is one token, for which
+    the model has no embedding."""
+    if name == "strange":
+        tiny = shutil.copytree(tiny, tmp_path / "m")
+        tokenizer = model.load_tokenizer(str(tiny))
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<far>"]})
+        tokenizer.save_pretrained(tiny)
+    tiny = str(tiny)
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
     assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
