@@ -51,7 +51,7 @@ CANNOT = {
         "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout"),
     "needs the history of the repository": ("git show",),
     "serves until it is stopped": ("tensorboard", "jupyter lab", "python -m vllm.entrypoints"),
-    "is this, or a part of it": ("make test", "ruff check")}
+    "is this, or a part of it": ("make test", "ruff check", "ruff format")}
 # Flags of Slurm's programs. Slurm is not installed, so the tests can't check them.
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
