@@ -325,7 +325,7 @@ def first_look(
         if s.reason == "unparsed":
             readable += [name for name in readers(s.policy_text) if name != "whole"]
     others = Counter(dist.gather_all(readable)).most_common()
-    if others:
+    if others and reasons["unparsed"] > len(rewards) / 20:
         found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
     mostly_cut = reasons["truncated"] > len(rewards) / 2

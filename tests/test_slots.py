@@ -76,7 +76,7 @@ def naive(hf, eos, prompt, limit, k, temperature, top_p):
 @pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.8), (0, 1.0)])
 def test_tokens_and_log_probs_are_those_of_transformers(case, temperature, top_p):
     """There are more requests than slots, and prompts of one page and more."""
-    hf, (requests, limits) = families.original(case[0]), requests_of(case, n=2)
+    hf, (requests, limits) = families.original(case[0]), requests_of(case)
     rows, pages = (make_engine(case, page) for page in (0, 8))
     for engine in (rows, pages):
         samples = sampled(engine, case, requests, limits, temperature, top_p)
@@ -92,8 +92,8 @@ def test_tokens_are_equal_whatever_the_pages_the_slots_and_the_looks_are(case):
     plain = sampled(make_engine(case), case, requests, limits, 1.3)
     text = next(s.text for s in plain.values() if len(s.text) > 12)
     engines = [make_engine(case, page, slots, look)
-               for page, slots, look in [(0, 24, 1), (8, 5, 3), (4, 1, 16), (256, 3, 5)]]
-    for stop in ((text[5:8],), ("=", "9")):
+               for page, slots, look in [(0, 24, 1), (8, 24, 1), (8, 5, 3), (4, 1, 16), (256, 3, 5)]]
+    for stop in ((), (text[5:8],), ("=", "9")):
         for engine in engines:
             engine.cfg = dataclasses.replace(engine.cfg, stop=stop)
         first, *others = (sampled(engine, case, requests, limits, 1.3) for engine in engines)
@@ -112,7 +112,7 @@ def test_responses_wait_for_free_pages(case, monkeypatch):
     samples = sampled(engine, case, requests, limits)
     assert all(samples[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
     monkeypatch.setattr(engine, "_pages", lambda wanted: 5)
-    with pytest.raises(RuntimeError, match="no room for 35 tokens; needed: "):
+    with pytest.raises(RuntimeError, match="no room for 46 tokens; needed: "):
         sampled(engine, case, requests, limits)
 
 
@@ -123,20 +123,18 @@ def test_an_abandoned_call_leaves_nothing_behind(case, page):
     assert all(again[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
 
 
-def test_a_prompt_is_read_once(case):
+def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
     engine, reads = make_engine(case, 8, slots=8), []
     hidden = engine.policy.hidden
-
-    def counted(tokens, *rest, **options):
-        if "segments" in options:  # a prefill
-            reads.append(tokens.numel())
-        return hidden(tokens, *rest, **options)
-
-    engine.policy.hidden = counted
+    engine.policy.hidden = lambda tokens, *rest, **options: (
+        reads.append(tokens.numel()), hidden(tokens, *rest, **options))[1]
     requests = {(0, j): case[3][7] for j in range(8)}  # 29 tokens: 3 full pages, and 4 tokens on a fourth
     with engine.awake(dist.full_weights(case[2]), VERSION):
-        list(engine.generate(requests, dict.fromkeys(requests, 12), 1.0, KEY, VERSION))
-    assert reads == [28]
+        stream = engine.generate(requests, {k: 4 if k == (0, 5) else 12 for k in requests}, 1.0, KEY, VERSION)
+        assert next(stream).key == (0, 5) and reads == [28]
+        uses = sorted(engine.slots.cache.uses)
+        assert uses[-3:] == [7, 7, 7] and sum(uses) - 3 * 7 == 7 * 2 and max(uses[:-3]) == 1
+        stream.close()
 
 
 def test_first_tokens_have_the_policys_probabilities(case):

@@ -10,7 +10,7 @@ Measured, with the shape of Qwen2.5-0.5B: the host's CPU milliseconds a step (wi
 which vLLM's engine makes too), graph launches a step, and the driver's peak memory beside the plan's.
 
 Computed: milliseconds of a step on the device, kernel by kernel. A kernel takes the longest of three times:
-its bytes / bandwidth, its FLOP / speed, and LEAST. The sum has the kernels that the policy's layers launch.
+its bytes / bandwidth, its FLOP / speed, and LEAST. The sum has the kernels that FusedDecoder launches.
     torch_ms    the step of the PyTorch engine: device or host, whichever is longer
     vllm_ms     vLLM's step. Its device time is that of the same products and attention, with fewer small
                 kernels. Its host time was measured: 0.9 ms and 35 µs a response
@@ -43,7 +43,7 @@ HOST = {"vllm_ms": (0.9e-3, 35e-6), "vllm_direct": (1.1e-3, 16e-6)}  # seconds o
 
 def kernels(shape, batch: int, context: int, fused: bool) -> list[tuple[str, int, float, float]]:
     """Returns (name, number of launches, bytes, FLOP) of a step's kernels. context: tokens of each response.
-    fused: with vLLM's kernels, else with those of the policy's layers"""
+    fused: with vLLM's small kernels, else with those of FusedDecoder"""
     d, q, kv, inner, layers = shape.hidden, shape.q, shape.kv, shape.inner, shape.layers
 
     def product(name, times, rows, columns):
@@ -53,21 +53,18 @@ def kernels(shape, batch: int, context: int, fused: bool) -> list[tuple[str, int
         return name, times, 2 * batch * width, 0.0
 
     logits = 4 * batch * shape.vocab
-    if fused:
-        layer = [product("q, k, v", layers, d, q + 2 * kv), product("gate, up", layers, d, 2 * inner),
-                 pointwise("rotary", layers, 2 * (q + kv)),
-                 pointwise("write keys and values", layers, 4 * kv)]
-    else:
-        layer = [product("q", layers, d, q), product("k, v", 2 * layers, d, kv),
-                 product("gate, up", 2 * layers, d, inner), pointwise("rotary", 10 * layers, 1.3 * (q + kv)),
-                 pointwise("write keys and values", 2 * layers, 2 * kv),
-                 pointwise("residuals", 2 * layers, 3 * d),
-                 ("state of the slots", 35, 1e4, 0.0)]
+    small = [pointwise("norms", 2 * layers, 3 * d), pointwise("rotary", layers, 2 * (q + kv)),
+             pointwise("write keys and values", layers, 4 * kv), pointwise("activation", layers, 3 * inner)]
+    if not fused:
+        small += [pointwise("rotary, 2 more", 2 * layers, 2 * (q + kv)),
+                  pointwise("residuals", 2 * layers, 3 * d),
+                  pointwise("write values", layers, 2 * kv), pointwise("gate", layers, 3 * inner),
+                  ("state of the slots", 25, 1e4, 0.0)]
     # The sampler's passes over the logits: log-softmax (2), exp (2), cumsum in float64 (7 of 4 bytes).
-    return [*layer, product("o", layers, q, d), product("down", layers, inner, d),
+    return [product("q, k, v", layers, d, q + 2 * kv), product("o", layers, q, d),
+            product("gate, up", layers, d, 2 * inner), product("down", layers, inner, d),
             product("head", 1, d, shape.vocab), ("logits", 1, logits, 0.0),
-            ("attention", layers, 4 * batch * context * kv, 4 * batch * context * q),
-            pointwise("norms", 2 * layers, 3 * d), pointwise("activation", layers, 3 * inner),
+            ("attention", layers, 4 * batch * context * kv, 4 * batch * context * q), *small,
             ("sampler", 8, logits * (6 if fused else 11) / 8, 0.0)]
 
 
