@@ -22,10 +22,11 @@ host looks after every step."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,71 +75,43 @@ class Cache:
         pages: number of pages, of `size` tokens each
         width: largest number of pages of a response
         like: a tensor with the dtype and device of the cache"""
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = 2, pages, config.num_key_value_heads, size, head
+        shape = (2, pages, config.num_key_value_heads, size, head_size(config))
         # zeros: unwritten memory may be NaN, and attention computes 0 × NaN = NaN for a masked token
         self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
-        self.size, self.vocabulary = size, config.vocab_size
+        self.size = size
+        self.longest = width * size  # largest number of tokens of a response
         # table[j]: the pages of the response in slot j
         self.table = torch.zeros(slots, width, dtype=torch.int32, device=like.device)
-        self.longest = width * size  # largest number of tokens of a response
-        self.numbers = torch.arange(max(self.longest, slots), device=like.device)
         self.unread: list[Response] = []  # responses whose prompts the next prefill must read
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values (T, Hkv, d) of T tokens. `self.at` has two tensors (T,): the page of each
         token, and its place in the page."""
         page, place = self.at
-        for cached, new in zip(self.layers[layer], (key, value), strict=True):
-            cached[page, :, place] = new
+        keys, values = self.layers[layer]
+        keys[page, :, place] = key
+        values[page, :, place] = value
 
-    def mask(self, position: Tensor, tokens: int) -> None:
-        """Prepare `attend` for a step whose new tokens are at `position` (R,), in rows of `tokens` tokens."""
-        self.distance = position[:, None] - self.numbers[:tokens]
-        self.masked = (self.distance < 0)[:, None, None]
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None = None,
-    ) -> Tensor:
-        """Store the keys and values (R, Hkv, d) of one new token of each of R responses. Returns the
-        attention output (R, H, d) for these tokens. query: (R, H, d)."""
-        self.write(layer, key, value)
-        key, value = self.read(layer)
-        masked = self.masked
-        if window:
-            masked = masked | (self.distance >= window)[:, None, None]
-        # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
-        query = (query * scaling).unflatten(1, (key.shape[1], -1))
-        scores = query @ key.transpose(2, 3)  # (R, Hkv, H / Hkv, tokens)
-        scores.masked_fill_(masked, -torch.inf)
-        out = scores.softmax(-1, torch.float32).to(value.dtype) @ value
-        return out.flatten(1, 2)
+    def prefilled(self) -> None:
+        """Finish `admit`, after the prefill."""
+        self.unread = []
 
 
 class Pages(Cache):
     """A cache whose responses keep their pages from the first step to the last. Responses to one prompt share
     its full pages. Page 0 belongs to empty slots."""
 
-    def __init__(self, *sizes: Any, kernel: Callable | None) -> None:
-        """sizes: see Cache. kernel: a function like torch_kernel. None: attention in plain PyTorch, which the
-        tests use on a CPU."""
+    def __init__(self, kernel: Callable, *sizes: Any) -> None:
+        """kernel: a function like torch_kernel. sizes: see Cache"""
         super().__init__(*sizes)
         self.kernel = kernel
-        self.cu_seqlens = torch.arange(
-            len(self.table) + 1, dtype=torch.int32, device=self.table.device
-        )
+        self.cu_seqlens = torch.arange(len(self.table) + 1, device=self.table.device).int()
         self.clear()
 
     def clear(self) -> None:
         """Forget all responses."""
         pages = self.layers[0].shape[1]
-        self.free = [*range(1, pages)]
+        self.free = list(range(1, pages))
         self.uses = [0] * pages  # number of responses that have this page
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
         self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
@@ -146,12 +119,14 @@ class Pages(Cache):
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
-        other, full = self.latest.get(r.prompt), r.read // self.size
+        other = self.latest.get(r.prompt)
+        full = r.read // self.size
         shared = other.pages[:full] if other else []
-        needed = -(-(r.read + r.limit) // self.size) - len(shared)
+        needed = math.ceil((r.read + r.limit) / self.size) - len(shared)
         if needed > len(self.free):
             return False
-        r.pages = shared + [self.free.pop() for _ in range(needed)]
+        r.pages = shared + self.free[len(self.free) - needed :]
+        del self.free[len(self.free) - needed :]
         for page in r.pages:
             self.uses[page] += 1
         if other:  # the prompt's last tokens are in a page that the other response goes on to fill
@@ -171,27 +146,35 @@ class Pages(Cache):
             del self.latest[r.prompt]
 
     def prefilled(self) -> None:
-        """Finish `admit`, after the prefill."""
+        super().prefilled()
         if self.copies:
-            pairs = np.array([*self.copies.items()])
+            pairs = np.array(list(self.copies.items()))
             target, source = to_device(pairs, self.table.device).T
             for cached in self.layers:
                 cached[:, target] = cached[:, source]
-        self.copies, self.unread = {}, []
+        self.copies = {}
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
         """Begin a decoding step. Returns the slots that the model computes, and the rows of the slots in its
         output: here all. position (slots,): positions of the new tokens."""
         self.used = (position + 1).int()
-        page = self.table[:slots].gather(1, (position // self.size)[:, None])[:, 0]
-        self.at = page.long(), position % self.size
-        if not self.kernel:
-            self.mask(position, self.longest)
-        return slice(None), slice(None)
+        column = position // self.size
+        page = self.table[:slots].gather(1, column[:, None])
+        self.at = (page[:, 0].long(), position % self.size)
+        every = slice(None)
+        return every, every
 
-    def attend(self, layer, query, key, value, scaling, window=None):
-        if not self.kernel:
-            return super().attend(layer, query, key, value, scaling, window)
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Store the keys and values (R, Hkv, d) of one new token of each of R responses. Returns the
+        attention output (R, H, d) for these tokens. query: (R, H, d)."""
         self.write(layer, key, value)
         keys, values = self.layers[layer].transpose(2, 3)
         slots = len(query)
@@ -207,13 +190,6 @@ class Pages(Cache):
             block_table=self.table[:slots],
         )
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values (slots, Hkv, tokens, d) of the responses in all slots of the step."""
-        pages = self.layers[layer][
-            :, self.table[: len(self.used)]
-        ]  # (2, slots, width, Hkv, size, d)
-        return pages.transpose(2, 3).flatten(3, 4)
-
     def split(self, token: Tensor, ended: bool) -> None:
         """Does nothing: a response writes only to pages of its own."""
 
@@ -228,72 +204,89 @@ class Rows(Cache):
         2      0: b   1: c   2: y   p q a b | r x y | p q a c              0 2 1
         3      0: EOS 1: d   2: z   p q a c d | r x y z                    0 1     (one slot is gone)"""
 
-    def __init__(self, *sizes: Any) -> None:
-        """sizes: see Cache"""
-        super().__init__(*sizes)
+    def __init__(self, config: Any, *sizes: Any) -> None:
+        """config, sizes: see Cache"""
+        super().__init__(config, *sizes)
+        self.vocabulary = config.vocab_size
         self.table = self.table.long()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all responses."""
-        self.rows, self.unread = 0, []
+        self.numbers = torch.arange(max(self.longest, len(self.table)), device=self.table.device)
+        self.rows = 0  # number of rows in use
 
     def admit(self, r: Response) -> bool:
         """Give `r` a row: the row of its prompt, if another response that is still unread has it."""
-        same = [other for other in self.unread if other.prompt == r.prompt]
-        if same:
-            r.pages = same[0].pages
-        else:
-            r.pages = [self.rows]
-            self.rows += 1
-            self.unread.append(r)
+        for other in self.unread:
+            if other.prompt == r.prompt:
+                r.pages = other.pages
+                return True
+        r.pages = [self.rows]
+        self.rows += 1
+        self.unread.append(r)
         return True
 
     def release(self, r: Response) -> None:
         """Does nothing: `split` drops a row that no slot has."""
 
-    def prefilled(self) -> None:
-        """Finish `admit`, after the prefill."""
-        self.unread = []
-
     def begin(self, slots: int, position: Tensor) -> tuple[Tensor, Tensor]:
         """Begin a decoding step. Returns the slot that the model computes for each row, and the row of each
         slot. position (slots,): positions of the new tokens."""
         row = self.table[:slots, 0]
-        slot = row.new_empty(self.rows).index_copy_(0, row, self.numbers[:slots])
+        slot = row.new_empty(self.rows)
+        slot.index_copy_(0, row, self.numbers[:slots])
         position = position[slot]
         self.end = int(position.max()) + 1
-        self.at = self.numbers[: self.rows], position
-        self.mask(position, self.end)
+        self.at = (self.numbers[: self.rows], position)
+        self.distance = position[:, None] - self.numbers[: self.end]
+        self.masked = self.distance < 0
         return slot, row
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values (rows, Hkv, tokens, d)."""
-        return self.layers[layer][:, : self.rows, :, : self.end]
+    def attend(self, layer, query, key, value, scaling, window=None):
+        """See Pages.attend."""
+        self.write(layer, key, value)
+        keys, values = self.layers[layer][:, : self.rows, :, : self.end]  # (rows, Hkv, tokens, d)
+        masked = self.masked
+        if window:
+            masked = masked | (self.distance >= window)
+        # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
+        query = query * scaling
+        query = query.unflatten(1, (keys.shape[1], -1))
+        scores = query @ keys.transpose(2, 3)  # (R, Hkv, H / Hkv, tokens)
+        scores.masked_fill_(masked[:, None, None], -torch.inf)
+        probs = scores.softmax(-1, torch.float32)
+        out = probs.to(values.dtype) @ values
+        return out.flatten(1, 2)
 
     def split(self, token: Tensor, ended: bool) -> None:
         """Give slots with one row and different tokens rows of their own. Drop the rows that no slot has.
 
         token (slots,): the last sampled tokens. ended: whether responses have ended"""
         slots = len(token)
-        if ended or self.rows < slots:
-            row = self.table[:slots, 0]
-            pair, of_slot = (row * self.vocabulary + token).unique(return_inverse=True)
-            self.table[:slots, 0] = self._compact(pair // self.vocabulary)[of_slot]
+        if not ended and self.rows == slots:
+            return
+        row = self.table[:slots, 0]
+        pair = row * self.vocabulary + token
+        pair, of_slot = pair.unique(return_inverse=True)
+        rows = self._compact(pair // self.vocabulary)
+        self.table[:slots, 0] = rows[of_slot]
 
     def _compact(self, parents):
         """Keep the rows `parents` (n,), which is sorted. A number that comes k times makes k equal rows.
         Returns the new row numbers (n,), in the order of `parents`. To save time, few rows change place."""
-        n = self.rows = len(parents)
-        stays = parents < n
+        self.rows = len(parents)
+        stays = parents < self.rows
         stays[1:] &= parents[1:] != parents[:-1]  # of equal rows, only the first stays in its place
         is_free = torch.ones_like(stays)
         is_free[parents[stays]] = False
-        source, target = parents[~stays], is_free.nonzero()[:, 0]
+        source = parents[~stays]
+        target = is_free.nonzero()[:, 0]
         if len(target):
             for cached in self.layers:
                 cached[:, target, :, : self.end] = cached[:, source, :, : self.end]
         return parents.masked_scatter(~stays, target)
+
+
+def head_size(config: Any) -> int:
+    """Returns the size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 # --- attention over pages
@@ -329,7 +322,9 @@ def torch_kernel(
 
     # The last token attends to all tokens. Only without any limit does the kernel read keys and values once
     # for all query heads that share them.
-    limits = (window - 1, 0) if window else (-1, -1)
+    limits = (-1, -1)
+    if window:
+        limits = (window - 1, 0)
     return varlen_attn(
         query,
         keys,
@@ -359,48 +354,55 @@ class FusedDecoder:
         """Changes the storage of the weights, see `join`."""
         self.policy = policy
         self.fused = policy.config.model_type in LLAMA_LIKE
+        self.qkv = []  # weight and bias of each layer
+        self.gate_up = []
         if self.fused:
-            self.layers = [
-                (
-                    layer,
-                    join(layer.self_attn, "q_proj", "k_proj", "v_proj"),
-                    join(layer.mlp, "gate_proj", "up_proj"),
-                )
-                for layer in policy.model.layers
-            ]
+            for layer in policy.model.layers:
+                self.qkv.append(join(layer.self_attn, "q_proj", "k_proj", "v_proj"))
+                self.gate_up.append(join(layer.mlp, "gate_proj", "up_proj"))
 
     def prepare(self, positions: int) -> None:
         """Compute the rotary embedding of the first `positions` positions."""
         if not self.fused:
             return
-        model, like = self.policy.model, self.policy.lm_head.weight
-        cos, sin = model.rotary_emb(like, torch.arange(positions, device=like.device)[None])
-        first, second = sin[0, :, None].chunk(2, -1)
-        self.cos, self.sin = cos[0, :, None], torch.cat([-first, second], -1)  # (positions, 1, d)
+        like = self.policy.lm_head.weight
+        numbers = torch.arange(positions, device=like.device)
+        cos, sin = self.policy.model.rotary_emb(like, numbers[None])
+        first, second = sin.chunk(2, -1)
+        sin = torch.cat([-first, second], -1)
+        self.cos = cos[0, :, None]  # (positions, 1, d)
+        self.sin = sin[0, :, None]
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
         last norm. tokens, positions: (R,)."""
         if not self.fused:
-            return self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)[:, 0]
-        x = F.embedding(tokens, self.policy.model.embed_tokens.weight)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        for i, (layer, qkv, gate_up) in enumerate(self.layers):
-            heads = F.linear(rms_norm(layer.input_layernorm, x), *qkv)
-            x = x + self._attention(layer.self_attn, heads, cos, sin, cache, i)
-            gate, up = F.linear(rms_norm(layer.post_attention_layernorm, x), *gate_up).chunk(2, -1)
+            hidden = self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)
+            return hidden[:, 0]
+        model = self.policy.model
+        cos = self.cos.index_select(0, positions)
+        sin = self.sin.index_select(0, positions)
+        x = F.embedding(tokens, model.embed_tokens.weight)
+        for i, layer in enumerate(model.layers):
+            normed = rms_norm(layer.input_layernorm, x)
+            x = x + self._attention(i, layer.self_attn, normed, cos, sin, cache)
+            normed = rms_norm(layer.post_attention_layernorm, x)
+            gate, up = F.linear(normed, *self.gate_up[i]).chunk(2, -1)
             x = x + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
-        return rms_norm(self.policy.model.norm, x)
+        return rms_norm(model.norm, x)
 
-    def _attention(self, attention, heads, cos, sin, cache, i):
-        """Returns the output (R, D) of the attention of layer i.
-
-        heads (R, (H + 2 Hkv) d): query heads, key heads and value heads, concatenated"""
-        d, kv = attention.head_dim, self.policy.config.num_key_value_heads
-        heads = heads.unflatten(1, (-1, d))
-        qk, value = heads[:, :-kv], heads[:, -kv:]
-        qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
-        out = cache.attend(i, qk[:, :-kv], qk[:, -kv:], value, attention.scaling)
+    def _attention(self, i, attention, x, cos, sin, cache):
+        """Returns the output (R, D) of `attention`, that of layer i, for its inputs x (R, D)."""
+        d = attention.head_dim
+        kv = self.policy.config.num_key_value_heads
+        # the heads of queries, of keys and of values, in this order
+        heads = F.linear(x, *self.qkv[i]).unflatten(1, (-1, d))
+        qk = heads[:, :-kv]
+        turned = qk.roll(d // 2, -1)
+        qk = torch.addcmul(qk * cos, turned, sin)
+        query = qk[:, :-kv]
+        key = qk[:, -kv:]
+        out = cache.attend(i, query, key, heads[:, -kv:], attention.scaling)
         return attention.o_proj(out.flatten(1))
 
 
@@ -408,15 +410,17 @@ def join(module: nn.Module, *names: str) -> list[Tensor | None]:
     """Returns weight and bias of one linear layer. Its output is the concatenated outputs of the layers
     `names` of `module`. The bias is None if these layers have no bias. The weights of these layers become
     views of the result, so new weights of a layer are new weights of the result."""
-    linears, joined = [getattr(module, name) for name in names], []
+    linears = [getattr(module, name) for name in names]
+    joined = []
     for kind in ("weight", "bias"):
         parts = [getattr(linear, kind) for linear in linears]
         if parts[0] is None:
             joined.append(None)
             continue
         whole = torch.cat(parts)
-        for linear, part in zip(linears, whole.split([len(part) for part in parts]), strict=True):
-            setattr(linear, kind, nn.Parameter(part, requires_grad=False))
+        views = whole.split([len(part) for part in parts])
+        for linear, view in zip(linears, views, strict=True):
+            setattr(linear, kind, nn.Parameter(view, requires_grad=False))
         joined.append(whole)
     return joined
 
@@ -427,67 +431,74 @@ def join(module: nn.Module, *names: str) -> list[Tensor | None]:
 class Slots:
     """The responses that are decoded, and their state on the device."""
 
-    def __init__(self, cache: Cache, count: int, steps: int, look: int) -> None:
-        """count: number of slots. steps: largest number of tokens of a response."""
-        self.cache, self.count, self.look = cache, count, look
+    def __init__(self, cache: Cache, look: int) -> None:
+        """look: decoding steps between two looks of the host"""
+        count = len(cache.table)
+        self.cache = cache
+        self.count = count
+        self.look = look
         self.is_paged = isinstance(cache, Pages)
         self.responses: list[Response] = []  # responses[j] is in slot j
-        device = cache.table.device
-        # Of each slot: the next input, its position, the position of the first input and of the last
-        self.inputs = torch.zeros(count, 4, dtype=torch.int64, device=device)
-        self.draws = torch.zeros(count, steps, dtype=torch.float64, device=device)
+        zeros = partial(torch.zeros, device=cache.table.device)
+        # Of each slot: the next input, its position, and the position of the last input
+        self.inputs = zeros(count, 3, dtype=torch.int64)
+        self.draws = zeros(
+            count, cache.longest, dtype=torch.float64
+        )  # of each position: for its token
         # The tokens and the log-probs of the steps since the last look. fp32 holds all numbers below 2^24.
-        self.recent = torch.zeros(count, 2, look, device=device)
-        self.step = torch.zeros(
-            1, dtype=torch.int64, device=device
-        )  # number of steps since the last look
-        self.graphs: dict[
-            tuple, torch.cuda.CUDAGraph
-        ] = {}  # (batch, temperature, top_p) -> its step
+        self.recent = zeros(count, 2, look)
+        self.step = zeros(1, dtype=torch.int64)  # number of steps since the last look
+        # (batch, temperature, top_p) -> a decoding step
+        self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     def batch(self) -> int:
         """Returns the number of slots of a decoding step. With pages, there are few numbers: 1, 2, 4, ..."""
         n = len(self.responses)
-        return min(self.count, 1 << (n - 1).bit_length()) if self.is_paged else n
+        if not self.is_paged:
+            return n
+        power = 1 << (n - 1).bit_length()
+        return min(self.count, power)
 
     def add(self, new: Sequence[Response], key: tuple[int, ...]) -> None:
         """Put responses into the next free slots."""
-        places = slice(len(self.responses), len(self.responses) + len(new))
+        first = len(self.responses)
         self.responses += new
-        inputs = [(r.prompt[-1], r.read, r.read, r.read + r.limit - 1) for r in new]
-        draws = np.zeros((len(new), self.draws.shape[1]))
+        inputs = []
+        draws = np.zeros((len(new), self.cache.longest))
         table = np.zeros((len(new), self.cache.table.shape[1]), np.int32)
         for j, r in enumerate(new):
-            draws[j, : r.limit] = uniforms((*key, *r.key), r.limit)
+            end = r.read + r.limit
+            inputs.append([r.prompt[-1], r.read, end - 1])
+            draws[j, r.read : end] = uniforms((*key, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
-        for x, values in (
+        for state, values in (
             (self.inputs, np.array(inputs)),
             (self.draws, draws),
             (self.cache.table, table),
         ):
-            x[places] = to_device(values, x.device)
+            state[first : len(self.responses)] = to_device(values, state.device)
 
     def keep(self, kept: Sequence[int]) -> None:
         """Move the responses of the slots `kept` to the first slots. The other slots become empty."""
+        n = len(kept)
         self.responses = [self.responses[j] for j in kept]
         index = to_device(np.array(kept, np.int64), self.inputs.device)
-        for x in (self.inputs, self.draws, self.cache.table):
-            x[: len(kept)] = x[index]
-            if self.is_paged:
-                x[len(kept) :] = 0
-        if self.is_paged:  # `recent` has tokens that the host has not seen
-            self.recent[: len(kept)] = self.recent[index]
+        # `recent` too: with pages, it has tokens that the host has not seen
+        for state in (self.inputs, self.draws, self.cache.table, self.recent):
+            state[:n] = state[index]
+            state[n:] = 0
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
         """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
         Returns a function that waits for the copy and returns it: (slots, 2, steps)."""
         copied = self.recent[:slots].to("cpu", non_blocking=True, copy=True)
         self.step.zero_()
-        done = torch.cuda.current_stream().record_event() if self.recent.is_cuda else None
+        if not self.recent.is_cuda:
+            return copied.numpy
+        done = torch.cuda.current_stream().record_event()
 
         def read():
-            if done:
-                done.synchronize()
+            done.synchronize()
             return copied.numpy()
 
         return read
@@ -499,15 +510,16 @@ class TorchEngine(Engine):
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
-        flash = (
-            self.device.type == "cuda" and dtype != torch.float32
-        )  # FlashAttention takes bf16 and fp16
-        self.kernel = paged_kernel() if flash else None
-        self.page = configs.KV_PAGE if flash else 0  # tokens of a page; 0: rows
+        self.kernel = None
+        self.page = 0  # tokens of a page; 0: rows
+        # FlashAttention takes bf16 and fp16
+        if self.device.type == "cuda" and dtype != torch.float32:
+            self.kernel = paged_kernel()
+            self.page = configs.KV_PAGE
         self.look = LOOK
         self.slots = None
         self.stream = None
-        self.loaded = set()  # the calls of `_step` that have run
+        self.loaded = set()  # the calls of `_step` that have run and may be captured
         self.ledger.end()
 
     def load(self, weights):
@@ -524,46 +536,50 @@ class TorchEngine(Engine):
     @torch.inference_mode()
     def generate(self, requests, limits, temperature, key, version, top_p=1.0):
         self.check(version)
-        longest_first = sorted(requests, key=lambda k: (-len(requests[k]), k))
-        waiting = deque(Response(k, tuple(requests[k]), limits[k]) for k in longest_first)
-        if not waiting:
+        if not requests:
             return
+        waiting = deque()
+        for k in sorted(requests, key=lambda k: (-len(requests[k]), k)):  # the longest first
+            waiting.append(Response(k, tuple(requests[k]), limits[k]))
         # Whether a token may end a response. For most tokens it is false, which saves time.
         self.may_end = self.may_stop.copy()
-        self.may_end[sorted(self.eos)] = True
+        self.may_end[list(self.eos)] = True
         slots = self._allocate(waiting)
         self._fill(slots, waiting, key)
         seen = 0  # number of slots that have decoded since the last look
         while slots.responses:
-            # With pages, the host looks at the steps before the last ones, so the GPU never waits for it.
-            read = slots.copy(seen) if slots.is_paged else None
-            self._decode(slots, temperature, top_p)
-            read = read or slots.copy(len(slots.responses))
+            if slots.is_paged:
+                # The host looks at the steps before the last ones, so the GPU never waits for it.
+                read = slots.copy(seen)
+                self._decode(slots, temperature, top_p)
+            else:
+                self._decode(slots, temperature, top_p)
+                read = slots.copy(len(slots.responses))
             ended = self._look(slots, read())
             seen = len(slots.responses)
             self._fill(slots, waiting, key)
             for r in ended:
-                ids, logp = np.array(r.ids, np.int32), np.array(r.logp, np.float32)
+                ids = np.array(r.ids, np.int32)
+                logp = np.array(r.logp, np.float32)
                 yield self.sample(r.key, requests[r.key], ids, logp, r.stopped)
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
         until the engine sleeps."""
-        cfg, like = self.cfg, self.policy.lm_head.weight
+        count = self.cfg.max_num_seqs
+        like = self.policy.lm_head.weight
         if not self.page:
-            count = min(cfg.max_num_seqs, len(waiting))
-            steps = max(r.limit for r in waiting)
+            count = min(count, len(waiting))
             longest = max(len(r.prompt) + r.limit for r in waiting)
             self.decoder.prepare(longest)
-            return Slots(Rows(self.config, count, longest, count, 1, like), count, steps, 1)
+            cache = Rows(self.config, count, longest, count, 1, like)
+            return Slots(cache, look=1)
         if self.slots is None:
-            width = -(-cfg.engine_len // self.page)
-            pages = self._pages(1 + cfg.max_num_seqs * width)
+            width = math.ceil(self.cfg.engine_len / self.page)
             self.decoder.prepare(width * self.page)
-            cache = Pages(
-                self.config, pages, self.page, cfg.max_num_seqs, width, like, kernel=self.kernel
-            )
-            self.slots = Slots(cache, cfg.max_num_seqs, cfg.engine_len, self.look)
+            pages = self._pages(1 + count * width)
+            cache = Pages(self.kernel, self.config, pages, self.page, count, width, like)
+            self.slots = Slots(cache, self.look)
         self.slots.responses = []
         self.slots.cache.clear()
         return self.slots
@@ -572,24 +588,26 @@ class TorchEngine(Engine):
         """Returns the number of pages: as many as wanted, if --engine_share has room for them."""
         if self.device.type != "cuda":
             return wanted
-        c, weight = self.config, self.dtype.itemsize
-        head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        page = 2 * c.num_hidden_layers * c.num_key_value_heads * head * self.page * weight
-        weights = weight * sum(p.numel() for p in self.policy.parameters())
+        c = self.config
+        numbers = 2 * c.num_hidden_layers * c.num_key_value_heads * head_size(c) * self.page
+        page = self.dtype.itemsize * numbers  # bytes
+        weights = self.dtype.itemsize * sum(p.numel() for p in self.policy.parameters())
         sampler = 4 * configs.SAMPLER_COPIES * self.cfg.max_num_seqs * c.vocab_size
-        share = self.cfg.engine_share * torch.cuda.mem_get_info(self.device)[1]
-        return max(1, min(wanted, int(share - weights - sampler) // page))
+        _, total = torch.cuda.mem_get_info(self.device)
+        room = self.cfg.engine_share * total - weights - sampler
+        return max(1, min(wanted, int(room) // page))
 
     def _fill(self, slots, waiting, key):
         """Move waiting requests to free slots, as far as the cache has room. On a CPU, wait until all slots
         are free, because a prefill costs as much as a decoding step of the whole batch."""
-        new, cache = [], slots.cache
         if slots.responses and not slots.is_paged:
             return
-        while waiting and len(slots.responses) + len(new) < slots.count and cache.admit(waiting[0]):
+        new = []
+        free = slots.count - len(slots.responses)
+        while waiting and len(new) < free and slots.cache.admit(waiting[0]):
             new.append(waiting.popleft())
         if new:
-            self._prefill(cache)
+            self._prefill(slots.cache)
             slots.add(new, key)
         elif not slots.responses and waiting:
             r = waiting[0]
@@ -600,51 +618,58 @@ class TorchEngine(Engine):
 
     def _prefill(self, cache):
         """Compute the keys and values of unread prompts, in packs."""
-        packs, size = [], 0
+        pack = []
+        size = 0
         for r in cache.unread:
-            if not packs or size + r.read > self.cfg.pack_len:
-                packs.append([])
+            if pack and size + r.read > self.cfg.pack_len:
+                self._prefill_pack(cache, pack)
+                pack = []
                 size = 0
-            packs[-1].append(r)
-            size += r.read
-        for pack in packs:
-            self._prefill_pack(cache, [r for r in pack if r.read])
+            if r.read:
+                pack.append(r)
+                size += r.read
+        if pack:
+            self._prefill_pack(cache, pack)
         cache.prefilled()
 
     def _prefill_pack(self, cache, pack):
-        if not pack:
-            return
-        lengths = [r.read for r in pack]
-        tokens = chain.from_iterable(r.prompt[:-1] for r in pack)
-        position = np.concatenate([np.arange(n) for n in lengths])
-        page = np.concatenate([np.repeat(r.pages, cache.size)[: r.read] for r in pack])
-        values = np.stack([np.fromiter(tokens, np.int64), position, page, position % cache.size])
-        tokens, position, *cache.at = to_device(values, self.device)
-        cu_seqlens = to_device(np.cumsum([0, *lengths], dtype=np.int32), self.device)
-        self.policy.hidden(
-            tokens[None], position[None], segments=Segments(cu_seqlens, max(lengths)), cache=cache
-        )
+        tokens, positions, pages = [], [], []
+        cu_seqlens = [0]
+        for r in pack:
+            tokens += r.prompt[: r.read]
+            positions += range(r.read)
+            pages += np.repeat(r.pages, cache.size)[: r.read].tolist()
+            cu_seqlens.append(len(tokens))
+        values = to_device(np.array([tokens, positions, pages]), self.device)
+        token, position, page = values[:, None]
+        cache.at = (page[0], position[0] % cache.size)
+        cu_seqlens = to_device(np.array(cu_seqlens, np.int32), self.device)
+        segments = Segments(cu_seqlens, max(r.read for r in pack))
+        self.policy.hidden(token, position, segments=segments, cache=cache)
 
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
-        call = slots.batch(), temperature, top_p
+        call = (slots.batch(), temperature, top_p)
         for _ in range(slots.look):
-            if self.kernel and call in self.loaded and call not in slots.graphs:
-                slots.graphs[call] = self._capture(slots, call)
-            if call in slots.graphs:
-                slots.graphs[call].replay()
+            graph = slots.graphs.get(call)
+            if graph is None and call in self.loaded:
+                graph = slots.graphs[call] = self._capture(slots, call)
+            if graph is not None:
+                graph.replay()
                 continue
             self._step(slots, *call)
-            # A capture can't load kernels, so the first step of a batch size runs without a graph. What it
-            # has freed must be free for the graph.
-            self.loaded.add(call)
-            if self.kernel:
+            if slots.is_paged and self.device.type == "cuda":
+                # A capture can't load kernels, so the first step of a batch size runs without a graph. What
+                # it has freed must be free for the graph.
+                self.loaded.add(call)
                 torch.cuda.empty_cache()
 
     def _capture(self, slots, call):
         """Returns the graph of a decoding step. Nothing is computed."""
         graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for g in slots.graphs.values()), None)
+        pool = None  # all graphs share the memory of the first
+        for other in slots.graphs.values():
+            pool = other.pool()
         # One stream for all captures, because cuBLAS keeps memory for each stream.
         self.stream = self.stream or torch.cuda.Stream(self.device)
         with torch.cuda.stream(self.stream):
@@ -656,38 +681,42 @@ class TorchEngine(Engine):
 
     def _step(self, slots, batch, temperature, top_p):
         """Sample the next token of the first `batch` slots."""
-        inputs, cache = slots.inputs[:batch], slots.cache
-        token, position, first, last = inputs.T
-        slot, row = cache.begin(batch, position)
-        hidden = self.decoder.step(token[slot], position[slot], cache)
+        token, position, last = slots.inputs[:batch].T
+        slot, row = slots.cache.begin(batch, position)
+        hidden = self.decoder.step(token[slot], position[slot], slots.cache)
         logits = self.policy.lm_head.logits(hidden)[row]
-        draws = slots.draws[:batch].gather(1, (position - first)[:, None])[:, 0]
-        sampled, logp = sample_token(logits, draws, temperature, top_p)
+        draws = slots.draws[:batch].gather(1, position[:, None])
+        sampled, logp = sample_token(logits, draws[:, 0], temperature, top_p)
         pair = torch.stack([sampled.float(), logp], 1)
         slots.recent[:batch].index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
         token.copy_(sampled)
-        position.copy_(
-            torch.minimum(position + 1, last)
-        )  # past its end, a response stays in its pages
+        # past its end, a response stays in its pages
+        position.copy_(torch.minimum(position + 1, last))
 
     def _look(self, slots, recent):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
         and pages are then free. recent: see Slots.copy."""
-        ended, kept = [], []
+        ended = []
+        kept = []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()
-        sampled = zip(slots.responses, may_end, ids.tolist(), recent[:, 1].tolist(), strict=False)
-        for slot, (r, check, ids, logp) in enumerate(sampled):
-            r.ids += ids
-            r.logp += logp
-            if (check or len(r.ids) >= r.limit) and self._ends(r, len(ids)):
+        ids = ids.tolist()
+        logp = recent[:, 1].tolist()
+        for slot in range(len(recent)):
+            r = slots.responses[slot]
+            r.ids += ids[slot]
+            r.logp += logp[slot]
+            if not may_end[slot] and len(r.ids) < r.limit:
+                kept.append(slot)
+            elif self._ends(r, len(ids[slot])):
                 ended.append(r)
                 slots.cache.release(r)
             else:
                 kept.append(slot)
         if ended:
-            slots.keep([*kept, *range(len(recent), len(slots.responses))])
+            new = range(len(recent), len(slots.responses))
+            slots.keep([*kept, *new])
         slots.cache.split(slots.inputs[: len(slots.responses), 0], bool(ended))
         return ended
 
@@ -704,7 +733,9 @@ class TorchEngine(Engine):
 def to_device(values: np.ndarray, device: torch.device) -> Tensor:
     """Returns the values as a tensor on the device. The host does not wait for the copy."""
     x = torch.from_numpy(values)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    if device.type == "cuda":
+        x = x.pin_memory().to(device, non_blocking=True)
+    return x
 
 
 # --- sampling
@@ -717,8 +748,10 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
         return logits
     ordered, order = logits.sort(-1, descending=True)
     probs = ordered.softmax(-1, torch.float64)
-    outside = probs.cumsum(-1) - probs >= top_p
-    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
+    before = probs.cumsum(-1) - probs
+    outside = before >= top_p
+    outside = outside.scatter(-1, order, outside)
+    return logits.masked_fill(outside, -torch.inf)
 
 
 def sample_token(
@@ -736,12 +769,15 @@ def sample_token(
             logits = logits / temperature
         logp = nucleus(logits, top_p).log_softmax(-1)
         cumulative = logp.exp().double()
-        cumulative = torch.cumsum(cumulative, -1, out=cumulative)
-        token = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
+        torch.cumsum(cumulative, -1, out=cumulative)
+        drawn = u * cumulative[:, -1]
+        token = torch.searchsorted(cumulative, drawn[:, None], right=True)[:, 0]
         token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V
-    return token, logp.gather(1, token[:, None])[:, 0]
+    logp = logp.gather(1, token[:, None])
+    return token, logp[:, 0]
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+    bits = np.random.Philox(np.random.SeedSequence(key))
+    return np.random.Generator(bits).random(count)

@@ -122,13 +122,24 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
     return max((float((b.float() - theirs[name]).abs().max()) for name, b in ours.items()), default=0.0)
 
 
+def paged_attention(query, keys, values, cu_seqlens, longest, scaling, window, seqused_k, block_table):
+    """Computes what engines.torch_engine.torch_kernel computes on a GPU, for the torch engine's pages."""
+    assert cu_seqlens.tolist() == [*range(len(query) + 1)]
+    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))  # (n, Hkv, tokens, d)
+    assert k.shape[2] == longest
+    place, used = torch.arange(longest), seqused_k[:, None]
+    mask = (place < used) & (place >= used - (window or longest))
+    return torch.nn.functional.scaled_dot_product_attention(
+        query[:, :, None], k, v, mask[:, None, None], scale=scaling, enable_gqa=True)[:, :, 0]
+
+
 def compare_engine(path: str, kind: str, page: int = 0) -> float:
     """Returns the largest difference in nats between the log-probs of trainer and engine. page: tokens of a
     page of the torch engine; 0: rows"""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg)
-    engine.page = page
+    engine.page, engine.kernel = page, paged_attention
     if kind == "vllm":
         KEPT.append(engine)
     policy, gap = model.load_policy(path), 0.0

@@ -405,8 +405,8 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
-    monkeypatch.setattr(worker, "TELL", 0.5)
-    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
+    monkeypatch.setattr(worker, "TELL", 0.3)
+    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 0.5, 2\ntime.sleep(1.5)"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "40 calls" in text)))  # noqa: E731
     with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
@@ -661,22 +661,25 @@ def test_importing_is_light_and_starts_nothing():
 SHADOWS = "types functools collections warnings importlib calendar statistics secrets csv json".split()
 
 
-@pytest.mark.parametrize("place", ["working folder", "beside the reward"])
-def test_no_file_of_a_user_stands_in_for_the_standard_library(place, tmp_path, monkeypatch):
-    """Ten names. The reward, pebble and math-verify import some of these modules."""
-    folder = tmp_path / place
-    folder.mkdir()
-    for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working folder" else [])]:
-        (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
-    spec = f"{(folder if place != 'working folder' else tmp_path) / 'mine.py'}:score"
-    Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
-                               "def score(response):\n"
-                               "    return len(calendar.day_name) / 7 * statistics.mean([1])")
-    monkeypatch.chdir(folder)
-    with Grader(customs=[spec]) as grader:
-        grader.submit(0, "x", "", True, custom=spec)
-        grader.submit(1, boxed("x+1"), "1+x", True)
-        assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+def test_no_file_of_a_user_stands_in_for_the_standard_library(tmp_path, monkeypatch):
+    """Ten names, in the working folder and beside the reward. The reward, pebble and math-verify import some
+    of these modules."""
+    folders = {name: tmp_path / name for name in ("working", "rewards")}
+    for place, folder in folders.items():
+        folder.mkdir()
+        for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working" else [])]:
+            (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
+    specs = [f"{folder / 'mine.py'}:score" for folder in (tmp_path, folders["rewards"])]
+    for spec in specs:
+        Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
+                                   "def score(response):\n"
+                                   "    return len(calendar.day_name) / 7 * statistics.mean([1])")
+    monkeypatch.chdir(folders["working"])
+    with Grader(customs=specs) as grader:
+        for spec in specs:
+            grader.submit(spec, "x", "", True, custom=spec)
+        grader.submit("compared", boxed("x+1"), "1+x", True)
+        assert [g.reason for g in grader.results().values()] == ["correct"] * 3, grader.errors
     assert not (tmp_path / "ran").exists()
 
 
@@ -693,18 +696,18 @@ def spoil(lowest, highest):
 """
 
 
-@pytest.mark.parametrize("at", ["import", "call"])
-def test_a_function_may_do_what_it_likes_with_descriptors_below_64(custom, at):
-    spec = custom("")
-    code = "spoil(3, 64)\ndef score(response): return 1"
-    if at == "call":
-        code = "def score(response):\n    spoil(3, 64)\n    return 1"
-    Path(spec[:-6]).write_text(SPOIL + code)
-    with Grader(workers=2, customs=[spec]) as grader:
-        for i in range(8):
-            grader.submit(i, str(i), "", True, custom=spec)
+def test_a_function_may_do_what_it_likes_with_descriptors_below_64(tmp_path):
+    """At its import, and in a call."""
+    codes = {"imports": "spoil(3, 64)\ndef score(response): return 1",
+             "calls": "def score(response):\n    spoil(3, 64)\n    return 1"}
+    for name, code in codes.items():
+        (tmp_path / f"{name}.py").write_text(SPOIL + code)
+    specs = [f"{tmp_path}/{name}.py:score" for name in codes]
+    with Grader(workers=2, customs=specs) as grader:
+        for i in range(16):
+            grader.submit(i, str(i), "", True, custom=specs[i % 2])
         grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 9, grader.errors
+        assert [g.reason for g in grader.results().values()] == ["correct"] * 17, grader.errors
 
 
 def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
@@ -739,18 +742,18 @@ def test_an_error_whose_text_raises_is_an_error(custom, error):
         assert grader.errors or grader.servers[0].late >= 3
 
 
-@pytest.mark.parametrize("when", ["import", "call"])
-def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path, when):
+def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path):
+    """At its import (a.py), and in a call (b.py)."""
     patch = "import builtins, math; builtins.abs = math.sqrt = lambda x: 99; os.chdir('/')"
-    at_import, at_call = (patch, "") if when == "import" else ("", patch)
-    (tmp_path / "a.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
-                                   "    return abs(-1) == 99\n")
-    (tmp_path / "b.py").write_text("import math, os\ndef score(response):\n"
+    for name, at_import, at_call in ("a", patch, ""), ("b", "", patch):
+        (tmp_path / f"{name}.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
+                                             "    return abs(-1) == 99\n")
+    (tmp_path / "c.py").write_text("import math, os\ndef score(response):\n"
                                    "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
-    specs = [f"{tmp_path}/{name}.py:score" for name in "ab"]
+    specs = [f"{tmp_path}/{name}.py:score" for name in "abc"]
     with Grader(workers=1, customs=specs) as grader:
-        for i in range(12):
-            grader.submit(i, str(i), "", True, custom=specs[i % 2])
+        for i in range(18):
+            grader.submit(i, str(i), "", True, custom=specs[i % 3])
         grader.submit("compared", boxed("x+1"), "1+x", True)
         assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
 

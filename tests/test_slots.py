@@ -1,5 +1,5 @@
-"""Tests of the torch engine's slots and pages, without a GPU: attention over pages is computed by plain
-PyTorch. tests/test_z_engines.py tests both engines' contract."""
+"""Tests of the torch engine's slots and pages, without a GPU: families.paged_attention replaces the kernel.
+tests/test_z_engines.py tests both engines' contract."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def make_engine(case, page=0, slots=5, look=4, **changes):
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=case[0], max_prompt_len=32, max_response_len=24,
                               max_num_seqs=slots, pack_len=64, stop=(), **changes)
     engine = TorchEngine(case[0], case[1], cfg)
-    engine.page, engine.look = page, look
+    engine.page, engine.look, engine.kernel = page, look, families.paged_attention
     return engine
 
 
