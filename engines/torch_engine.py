@@ -387,22 +387,25 @@ class FusedDecoder:
             normed = rms_norm(layer.input_layernorm, x)
             x = x + self._attention(i, layer.self_attn, normed, cos, sin, cache)
             normed = rms_norm(layer.post_attention_layernorm, x)
-            gate, up = F.linear(normed, *self.gate_up[i]).chunk(2, -1)
-            x = x + layer.mlp.down_proj(layer.mlp.act_fn(gate) * up)
+            both = F.linear(normed, *self.gate_up[i])
+            gate, up = both.chunk(2, -1)
+            mlp = layer.mlp
+            x = x + mlp.down_proj(mlp.act_fn(gate) * up)
         return rms_norm(model.norm, x)
 
     def _attention(self, i, attention, x, cos, sin, cache):
         """Returns the output (R, D) of `attention`, that of layer i, for its inputs x (R, D)."""
         d = attention.head_dim
         kv = self.policy.config.num_key_value_heads
-        # the heads of queries, of keys and of values, in this order
-        heads = F.linear(x, *self.qkv[i]).unflatten(1, (-1, d))
+        heads = F.linear(x, *self.qkv[i])
+        heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
         qk = heads[:, :-kv]
+        value = heads[:, -kv:]
         turned = qk.roll(d // 2, -1)
         qk = torch.addcmul(qk * cos, turned, sin)
         query = qk[:, :-kv]
         key = qk[:, -kv:]
-        out = cache.attend(i, query, key, heads[:, -kv:], attention.scaling)
+        out = cache.attend(i, query, key, value, attention.scaling)
         return attention.o_proj(out.flatten(1))
 
 
@@ -442,9 +445,8 @@ class Slots:
         zeros = partial(torch.zeros, device=cache.table.device)
         # Of each slot: the next input, its position, and the position of the last input
         self.inputs = zeros(count, 3, dtype=torch.int64)
-        self.draws = zeros(
-            count, cache.longest, dtype=torch.float64
-        )  # of each position: for its token
+        # draws[j, p]: the random number for the token after position p
+        self.draws = zeros(count, cache.longest, dtype=torch.float64)
         # The tokens and the log-probs of the steps since the last look. fp32 holds all numbers below 2^24.
         self.recent = zeros(count, 2, look)
         self.step = zeros(1, dtype=torch.int64)  # number of steps since the last look
@@ -463,20 +465,15 @@ class Slots:
         """Put responses into the next free slots."""
         first = len(self.responses)
         self.responses += new
-        inputs = []
-        draws = np.zeros((len(new), self.cache.longest))
-        table = np.zeros((len(new), self.cache.table.shape[1]), np.int32)
+        states = (self.inputs, self.draws, self.cache.table)
+        inputs, draws, table = values = [np.zeros((len(new), x.shape[1])) for x in states]
         for j, r in enumerate(new):
             end = r.read + r.limit
-            inputs.append([r.prompt[-1], r.read, end - 1])
+            inputs[j] = r.prompt[-1], r.read, end - 1
             draws[j, r.read : end] = uniforms((*key, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
-        for state, values in (
-            (self.inputs, np.array(inputs)),
-            (self.draws, draws),
-            (self.cache.table, table),
-        ):
-            state[first : len(self.responses)] = to_device(values, state.device)
+        for state, value in zip(states, values, strict=True):
+            state[first : len(self.responses)] = to_device(value, state.device)
 
     def keep(self, kept: Sequence[int]) -> None:
         """Move the responses of the slots `kept` to the first slots. The other slots become empty."""
@@ -688,7 +685,8 @@ class TorchEngine(Engine):
         draws = slots.draws[:batch].gather(1, position[:, None])
         sampled, logp = sample_token(logits, draws[:, 0], temperature, top_p)
         pair = torch.stack([sampled.float(), logp], 1)
-        slots.recent[:batch].index_copy_(2, slots.step, pair[:, :, None])
+        recent = slots.recent[:batch]
+        recent.index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
         token.copy_(sampled)
         # past its end, a response stays in its pages

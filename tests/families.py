@@ -125,7 +125,8 @@ def compare_buffers(module: model.PackModel, path: str) -> float:
 def paged_attention(query, keys, values, cu_seqlens, longest, scaling, window, seqused_k, block_table):
     """Computes what engines.torch_engine.torch_kernel computes on a GPU, for the torch engine's pages."""
     assert cu_seqlens.tolist() == [*range(len(query) + 1)]
-    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))  # (n, Hkv, tokens, d)
+    # (n, Hkv, tokens, d)
+    k, v = (x[block_table.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
     assert k.shape[2] == longest
     place, used = torch.arange(longest), seqused_k[:, None]
     mask = (place < used) & (place >= used - (window or longest))

@@ -666,27 +666,31 @@ def test_choices_of_other_formats_are_read_or_named(line, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
 def test_copied_rows_cost_little(form, tokenizer, tmp_path):
-    """Of 60 copies of 300 rows, only the first is read as a problem."""
+    """Of 40 copies of 300 rows, only the first is read as a problem."""
     path, told = tmp_path / f"d.{form}", []
     made = [{"prompt": [{"role": "user", "content": f"{i} " + "x y " * 80}], "id": f"uuid-{i}",
-             "reward_model": {"ground_truth": str(i), "style": "rule"}} for i in range(300)] * 60
+             "reward_model": {"ground_truth": str(i), "style": "rule"}} for i in range(300)] * 40
     if form == "parquet":
         parquet.write_table(pa.Table.from_pylist(made), path)
     else:
         text = "\n".join(map(json.dumps, made)) if form == "jsonl" else json.dumps(made)
         path.write_text(text)
-    began = time.process_time()
-    for _, row in rows.read_rows(str(path)):
-        rows.problem_of(row, "row 1")
-    each = time.process_time() - began
-    began = time.process_time()
-    problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
-    assert time.process_time() - began < each * 0.8
-    assert len(problems) == 300 and "dropped 17700 repeated rows" in told[-1]
-    tracemalloc.start()
-    data.load_problems([str(path)], tokenizer, CFG, told.append)
-    assert tracemalloc.get_traced_memory()[1] < 4e6 or form != "jsonl"
-    tracemalloc.stop()
+    each, seconds = [], []
+    for _ in range(2):
+        began = time.process_time()
+        for _, row in rows.read_rows(str(path)):
+            rows.problem_of(row, "row 1")
+        each.append(time.process_time() - began)
+        began = time.process_time()
+        problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < min(each) * 0.8
+    assert len(problems) == 300 and "dropped 11700 repeated rows" in told[-1]
+    if form == "jsonl":
+        tracemalloc.start()
+        data.load_problems([str(path)], tokenizer, CFG, told.append)
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+        tracemalloc.stop()
 
 
 PLACEHOLDERS = ["proof", "Proof", "proof.", "notfound", "NotFound", "not found", r"\text{proof}", "$proof$",
