@@ -188,13 +188,13 @@ def test_every_term_of_a_preset_has_an_effect(name, base, one_layer, tmp_path):
         assert any(abs(a - b) > 1e-3 * max(abs(a), abs(b), 1e-6) for a, b in pairs), change
 
 
-def test_top_p_changes_the_evaluation_and_nothing_else(base, two_ranks, tmp_path):
-    rows, policy = run(dataclasses.replace(base, eval_top_p=0.3), tmp_path, ranks=2)
-    for ours, others in zip(maths(rows), maths(two_ranks[1]), strict=True):
+def test_top_p_changes_the_evaluation_and_nothing_else(base, one_rank, tmp_path):
+    rows, policy = run(dataclasses.replace(base, eval_top_p=0.3), tmp_path)
+    for ours, others in zip(maths(rows), maths(one_rank[1]), strict=True):
         assert ours.keys() == others.keys()
         assert {k for k in ours if ours[k] != others[k]} <= {k for k in ours if k.startswith("eval/")}
         assert "eval/train/avg@1" not in ours or ours["eval/train/avg@1"] != others["eval/train/avg@1"]
-    assert all(torch.equal(policy[k], two_ranks[2][k]) for k in policy)
+    assert all(torch.equal(policy[k], one_rank[2][k]) for k in policy)
 
 
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 4, 0.3),

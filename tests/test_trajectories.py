@@ -345,5 +345,5 @@ def test_a_carrying_run_that_is_stopped_while_it_samples_ends_the_same(carrying,
 
 def test_ppo_learns_from_carried_trajectories_too(base, tmp_path):
     cfg = dataclasses.replace(base, round_len=5, carry=0.5, steps=3, max_staleness=1)
-    rows, _ = run(cfg, tmp_path / "p", ranks=2)
+    rows, _ = run(cfg, tmp_path / "p")
     assert sum(row["carried"] for row in rows[:-1]) > 2 and rows[0]["logp_gap/max"] < 1e-4
