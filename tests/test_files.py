@@ -403,7 +403,8 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
     """All processes get the signal, as from a terminal. Their output has no reader."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2",
                "--device", "cpu", "--go", "--steps", "500", "--eval_every", "0", "--save_every", "0",
-               "--keep_best", "", "--out", f"{tmp_path}/run"]
+               "--keep_best", "", "--reward", *base.reward, "--prompts_per_step", "2", "--samples_per_prompt",
+               "2", "--out", f"{tmp_path}/run"]
     process = forked(*command, start_new_session=True)
     assert wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1, 200)
     process.stdout.close()

@@ -223,7 +223,8 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the r
 def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base, tiny, tmp_path):
     """A run that is stopped before its first step saves nothing."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
-               "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run"]
+               "--ranks", ranks, "--device", "cpu", "--go", "--out", f"{tmp_path}/new/run", "--reward",
+               *base.reward, "--prompts_per_step", "2", "--samples_per_prompt", "2"]
     process = forked(*command) if wait != "loading" else subprocess.Popen(
         [sys.executable, "-u", *command], stdout=-1, stderr=-1, text=True)
     while wait not in process.stdout.readline():
