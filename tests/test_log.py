@@ -104,11 +104,12 @@ def test_an_alarm_recommends_no_flag_that_is_refused(preset):
              "max_response_len": "30000 --pack_len 60000 --max_model_len 0"}
     cfg = PRESETS[preset]
     rows = [row | {"score": row["reward"]} for row in learning()]
+    flags = set()
     for name, (bad, _, _) in WRONG.items():
         alarms = active_alarms([*rows, *(row | bad for row in rows[-5:])], cfg)
-        for flag in re.findall(r"--(\w+)", alarms.get(name, "")):
-            if flag in typed:
-                parse([preset, f"--{flag}", *typed[flag].split()])
+        flags |= {*re.findall(r"--(\w+)", alarms.get(name, ""))}
+    for flag in flags & typed.keys():
+        parse([preset, f"--{flag}", *typed[flag].split()])
 
 
 def test_the_metrics_of_a_run_are_read_from_a_path_or_a_text(tmp_path):
