@@ -162,7 +162,8 @@ def analogue(name, base, folder):
         "    return 0.0 if int(answer) % 3 else sum(c.isdigit() for c in response) / max(len(response), 1)\n")
     return dataclasses.replace(
         preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, save_every=0, warmup_updates=0,
-        steps=2 + (preset.lr_decay != "constant"),  # the third step is the first after a smaller rate
+        # The reference differs from the policy after the first step, the rate's decay shows in the third.
+        steps=3 if preset.lr_decay != "constant" else 2 if preset.kl_coef else 1,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         passes_per_step=min(preset.passes_per_step, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
