@@ -395,7 +395,7 @@ def _remove(folder):
     COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
     and OSError is raised."""
     if exists(folder / "COMPLETE"):
-        with open(folder / "COMPLETE") as mark:
+        with open(folder / "COMPLETE", "r+") as mark:  # NFS locks only files that are open for writing
             if not flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return
             os.unlink(mark.name)

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import functools
 import json
 import os
 import shutil
@@ -248,6 +250,24 @@ def test_an_export_that_is_killed_anywhere_keeps_the_earlier_one(two_ranks, tmp_
     export(two_ranks[0], 4, out)
     assert tree(tmp_path / "E.1") == before and json.loads((out / EXPORT).read_text())["step"] == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "E.1"]
+
+
+def flock_of_nfs(real, descriptor, kind):
+    """flock, with the rules of NFS: an exclusive lock needs a file that is open for writing."""
+    mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    if (kind & fcntl.LOCK_EX and mode == os.O_RDONLY) or (kind & fcntl.LOCK_SH and mode == os.O_WRONLY):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+    real(descriptor, kind)
+
+
+def test_a_checkpoint_that_is_read_stays_also_on_nfs(tmp_path, monkeypatch):
+    old, new = marked(tmp_path, [2, 4])
+    monkeypatch.setattr(fcntl, "flock", functools.partial(flock_of_nfs, fcntl.flock))
+    with ckpt.hold(old):
+        ckpt.prune(tmp_path, 1, "")
+        assert ckpt.complete(tmp_path) == [old, new]
+    ckpt.prune(tmp_path, 1, "")
+    assert ckpt.complete(tmp_path) == [new]
 
 
 def test_what_a_user_makes_while_an_export_is_written_stays(two_ranks, tmp_path, monkeypatch):
