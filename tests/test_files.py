@@ -270,6 +270,15 @@ def test_a_checkpoint_that_is_read_stays_also_on_nfs(tmp_path, monkeypatch):
     assert ckpt.complete(tmp_path) == [new]
 
 
+def test_steps_that_are_repeated_are_exported_again(base, two_ranks, tmp_path):
+    """The last checkpoint of a finished run is gone. Its old export gets another name."""
+    out = shutil.copytree(two_ranks[0], tmp_path / "run", symlinks=True)
+    shutil.rmtree(out / "ckpt/step_000004")
+    (out / "export/policy/note.txt").write_text("old")
+    assert run_ranks(2, ranks.main, dataclasses.replace(base, out=str(out))) == ["", ""]
+    assert (out / "export/policy.1/note.txt").exists() and not (out / "export/policy/note.txt").exists()
+
+
 def test_what_a_user_makes_while_an_export_is_written_stays(two_ranks, tmp_path, monkeypatch):
     out, write = tmp_path / "E", ckpt.save_torch_state_dict
     monkeypatch.setattr(ckpt, "save_torch_state_dict",
