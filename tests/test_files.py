@@ -88,6 +88,19 @@ def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(two_ranks, tm
             look()
 
 
+@pytest.mark.parametrize("place", ["ckpt", "ckpt/step_000004", "ckpt/step_000004/COMPLETE", "config.json"])
+def test_a_link_to_a_disk_that_is_not_mounted_is_not_absent(two_ranks, tmp_path, place):
+    out = shutil.copytree(two_ranks[0], tmp_path / "run", symlinks=True)
+    (out / place).rename(tmp_path / "disk")
+    (out / place).symlink_to(tmp_path / "disk")
+    look = is_run if place == "config.json" else functools.partial(ckpt.find, resume="auto")
+    assert look(out) in (True, out / "ckpt/step_000004")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=f"{place}.* can't be read .a link without its target.; needed: "):
+        look(out)
+    assert ckpt.find(tmp_path / "new", "auto") is None and not is_run(tmp_path / "new")
+
+
 def as_nobody(out, look):
     os.chmod(out, 0o755)
     os.seteuid(OTHER)
