@@ -395,7 +395,8 @@ def _remove(folder):
     COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
     and OSError is raised."""
     if exists(folder / "COMPLETE"):
-        with open(folder / "COMPLETE") as mark:
+        # r+: on NFS, only a file that is open for writing can be locked.
+        with open(folder / "COMPLETE", "r+") as mark:
             if not flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return
             os.unlink(mark.name)
@@ -612,13 +613,13 @@ def _fill(path, who, model, optimizer):
 def check_export_path(out: Path) -> None:
     """Raises UserError unless `out` is a new path, an empty folder, or an earlier export. It must not be in a
     checkpoint."""
-    is_inside = any(exists(folder / "COMPLETE") for folder in (out, *out.parents))
-    require(not is_inside, f"{out} is inside a checkpoint", "a path outside of it")
     is_new = if_there(os.lstat, out) is None
     is_empty = out.is_dir() and not names_in(out)
     is_export = not out.is_symlink() and exists(out / MARKER)
     needed = "a new path, an empty folder, or an earlier export"
     require(is_new or is_empty or is_export, f"{out} exists", needed)
+    is_inside = any(exists(folder / "COMPLETE") for folder in (out, *out.parents))
+    require(not is_inside, f"{out} is inside a checkpoint", "a path outside of it")
 
 
 def export_hf(

@@ -1043,22 +1043,26 @@ PATIENCE = 5.0  # seconds for which a file that can't be read is tried again
 
 def if_there(work: Callable[[Path], T], path: Path) -> T | None:
     """Returns work(path), or None if no file or folder has this path. Raises UserError if the path can't be
-    read for another reason, such as missing permission or a file server that fails. Before that, tries again
-    for PATIENCE seconds. Path.glob and Path.is_file are not used, because they take such a path for a missing
-    one."""
+    read for another reason, such as missing permission, a file server that fails, or a link to a disk that is
+    not mounted. Before that, tries again for PATIENCE seconds. Path.glob and Path.is_file are not used,
+    because they take such a path for a missing one."""
     end = time.monotonic() + PATIENCE
     while True:
         try:
             return work(path)
         # NotADirectoryError: a part of the path is a file. ValueError: the path has a NUL.
         except (FileNotFoundError, NotADirectoryError, ValueError):
-            return None
+            links = filter(os.path.islink, (path, *path.parents))
+            if all(map(os.path.exists, links)):
+                return None
+            error = "a link without its target"
         except OSError as e:
-            require(
-                time.monotonic() < end,
-                f"{path} can't be read ({e.strerror})",
-                "permission to read it, and a disk that works",
-            )
+            error = e.strerror
+        require(
+            time.monotonic() < end,
+            f"{path} can't be read ({error})",
+            "permission to read it, and a disk that works",
+        )
         time.sleep(0.1)
 
 

@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import gc
 import inspect
+import io
 import json
 import logging
 import os
@@ -347,6 +348,15 @@ def _send(connection, *message):
         connection.send_bytes(json.dumps(message).encode())
 
 
+class _Output(io.FileIO):
+    """A file that ignores errors of writing, as after the terminal was closed or on a full disk."""
+
+    def write(self, data):
+        with suppress(OSError):
+            super().write(data)
+        return len(data)
+
+
 def serve(
     parent: int, handle: int, spec: str, known: Sequence[str], workers: int, deadline: float
 ) -> None:
@@ -356,6 +366,9 @@ def serve(
     spec: the user's function "FILE.py:FUNCTION"; "": the server compares answers
     known: names that the function's parameters may have: SCORE for a reward, TURN for --env"""
     global _function, _is_env, _user_file
+    # A `print` in a user's function must not fail, because the reward would be 0.
+    output = io.TextIOWrapper(_Output(2, "w"), errors="backslashreplace", line_buffering=True)
+    sys.stdout = sys.stderr = output
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))

@@ -311,6 +311,6 @@ def finish(run: Run) -> None:
         weights = dist.full_weights(role.model, run.world.device)
         facts = ckpt.marker(out, steps, who, saved)
         folder = out / "export" / who
-        if read_json(folder / ckpt.MARKER).get("step") == steps:
+        if run.start == steps == read_json(folder / ckpt.MARKER).get("step"):
             continue  # a finished run that was started again
         ckpt.export_hf(weights, role.model, run.tokenizer, source, folder, facts)

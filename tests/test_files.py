@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import functools
 import json
 import os
 import shutil
@@ -84,6 +86,19 @@ def test_no_older_checkpoint_stands_in_for_one_that_cannot_be_read(two_ranks, tm
                  lambda: ckpt.named(f"{out}/4")):
         with pytest.raises(UserError, match=f"{place}.* can't be read"):
             look()
+
+
+@pytest.mark.parametrize("place", ["ckpt", "ckpt/step_000004", "ckpt/step_000004/COMPLETE", "config.json"])
+def test_a_link_to_a_disk_that_is_not_mounted_is_not_absent(two_ranks, tmp_path, place):
+    out = shutil.copytree(two_ranks[0], tmp_path / "run", symlinks=True)
+    (out / place).rename(tmp_path / "disk")
+    (out / place).symlink_to(tmp_path / "disk")
+    look = is_run if place == "config.json" else functools.partial(ckpt.find, resume="auto")
+    assert look(out) in (True, out / "ckpt/step_000004")
+    (tmp_path / "disk").rename(tmp_path / "unmounted")
+    with pytest.raises(UserError, match=f"{place}.* can't be read .a link without its target.; needed: "):
+        look(out)
+    assert ckpt.find(tmp_path / "new", "auto") is None and not is_run(tmp_path / "new")
 
 
 def as_nobody(out, look):
@@ -248,6 +263,33 @@ def test_an_export_that_is_killed_anywhere_keeps_the_earlier_one(two_ranks, tmp_
     export(two_ranks[0], 4, out)
     assert tree(tmp_path / "E.1") == before and json.loads((out / EXPORT).read_text())["step"] == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "E.1"]
+
+
+def flock_of_nfs(real, descriptor, kind):
+    """flock, with the rules of NFS: an exclusive lock needs a file that is open for writing."""
+    mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+    if (kind & fcntl.LOCK_EX and mode == os.O_RDONLY) or (kind & fcntl.LOCK_SH and mode == os.O_WRONLY):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+    real(descriptor, kind)
+
+
+def test_a_checkpoint_that_is_read_stays_also_on_nfs(tmp_path, monkeypatch):
+    old, new = marked(tmp_path, [2, 4])
+    monkeypatch.setattr(fcntl, "flock", functools.partial(flock_of_nfs, fcntl.flock))
+    with ckpt.hold(old):
+        ckpt.prune(tmp_path, 1, "")
+        assert ckpt.complete(tmp_path) == [old, new]
+    ckpt.prune(tmp_path, 1, "")
+    assert ckpt.complete(tmp_path) == [new]
+
+
+def test_steps_that_are_repeated_are_exported_again(base, two_ranks, tmp_path):
+    """The last checkpoint of a finished run is gone. Its old export gets another name."""
+    out = shutil.copytree(two_ranks[0], tmp_path / "run", symlinks=True)
+    shutil.rmtree(out / "ckpt/step_000004")
+    (out / "export/policy/note.txt").write_text("old")
+    assert run_ranks(2, ranks.main, dataclasses.replace(base, out=str(out))) == ["", ""]
+    assert (out / "export/policy.1/note.txt").exists() and not (out / "export/policy/note.txt").exists()
 
 
 def test_what_a_user_makes_while_an_export_is_written_stays(two_ranks, tmp_path, monkeypatch):

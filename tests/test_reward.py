@@ -758,6 +758,26 @@ def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path):
         assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_a_function_prints_cannot_fail(custom, stream, monkeypatch):
+    """Standard error is, in turn, a full disk, a closed terminal and a pipe without a reader."""
+    spec = custom(f"import sys\nprint('import')\ndef score(response):\n"
+                  f"    print(response, file=sys.{stream}, flush=True)\n    return 1")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    before, closed, pipe = os.dup(2), os.openpty(), os.pipe()
+    os.close(closed[0]), os.close(pipe[0])
+    try:
+        for output in (os.open("/dev/full", os.O_WRONLY), closed[1], pipe[1]):
+            os.dup2(output, 2)
+            os.close(output)
+            with Grader(workers=1, customs=[spec]) as grader:
+                grader.submit(0, "\ud800 é", "", True, custom=spec)
+                assert grader.results()[0].reward == 1.0, grader.errors
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 STARTS = {"child": "subprocess.Popen(['sleep', '77'])",
           "session": "subprocess.Popen(['sleep', '77'], start_new_session=True)",
           "orphan": "subprocess.run('setsid sleep 77 > /dev/null 2>&1 < /dev/null &', shell=True)",
