@@ -55,16 +55,17 @@ MOST_ERRORS = 10  # wrong rows that one message names
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|"
-    r"background|table|image|figure|video|audio|input)(s|_?text|\d+)?|"
-    r"(op|option_?|choice_?)?[a-e]"
+    r"background|table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
+    r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
 )
 # Fields that no prompt needs, such as question_type: one of these words between underscores.
 QUIET = re.compile(
-    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|"
+    r"^(choices|options|messages)$|(^|_)sources?$|"
+    r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
     r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
-    r"meta|metadata|version|model|rate|score|count|reward|dataset|choice|option|"
+    r"meta|metadata|version|model|rate|score|count|reward|dataset|"
     r"answer|answerkey|label|truth|solution|rationale|explanation|reason|"
-    r"reasoning|cot|generation|response|output|completion|message|correct|"
+    r"reasoning|cot|generation|response|output|completion|correct|"
     r"correctness|valid|verified|complete|synthetic|is)s?(_|$)"
 )
 # Chat markup of some model, or a list of turns as text, as in data converted from CSV

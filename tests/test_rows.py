@@ -570,7 +570,8 @@ ROW_OF = {"question": "How many are in it?", "answer": "10"}
 
 @pytest.mark.parametrize("name", """body Body passage passages context contexts CONTEXT context_text ctx
     article articles paragraph paragraphs story document documents premise background table image images
-    image1 figure video audio input input_text A e opa option_a optionA choice_b c""".split())
+    image1 image_url image_path figure video audio input input_text A e opa option_a optionA choice_b c
+    answer_choices question_options""".split())
 @pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7, "10"])
 def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, tokenizer, tmp_path):
     """The name says that the field belongs to the question: a passage, a picture, a choice in its field."""
@@ -599,7 +600,7 @@ def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
         ability style extra_info metadata model llama8b_solve_rate pass_rate score correctness_count
         is_reasoning_complete correctness_math_verify solution rationale explanation generations messages
         answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
-    told = "question_concat unit hint facts system_prompt equation name"
+    told = "question_concat unit hint facts system_prompt equation name source_text message mc_choices"
     fields = {name: "not shown" for name in f"{quiet} {told}".split()}
     rows = [ROW_OF | {"question": f"{i}?"} | (fields if i % 2 else {}) for i in range(8)]
     rows[0]["prompt"] = "the problem, and not the question"
