@@ -427,6 +427,9 @@ def _letter_of(gold, choices, fields, where):
     if _is_number(gold):
         index = _plain_text(gold) or ""
         found = list(choices)[int(index) :][:1] if index.isdecimal() else []
+        raw = _first(fields, "choices", "options")
+        if gold in raw:  # the number may also be a choice itself
+            found.append(list(choices)[raw.index(gold)])
     else:
         text = (_answer(fields, "choice", where) or "").strip()
         found = []
@@ -434,7 +437,7 @@ def _letter_of(gold, choices, fields, where):
             if text == choice.strip() or grade(text, letter, "choice"):
                 found.append(letter)
     require(
-        len(found) == 1,
+        len(set(found)) == 1,
         f"{where} has the answer {gold!a:.80}, which fits {len(found)} of its choices",
         f"one of {', '.join(choices)}, or a choice's text, or its index from 0",
     )

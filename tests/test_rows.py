@@ -90,6 +90,9 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     '{"question": "1+1= (A) 5 (B) 2", "choices": ["5", "2"], "answer": 1}':
         ("1+1= (A) 5 (B) 2", "B", "choice"),
     '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
+    '{"question": "1+1=", "choices": ["1", "2"], "answer": 1}': (f"{Q}\nA. 1\nB. 2", "B", "choice"),  # MMLU
+    '{"question": "1+1=", "choices": [0, 1, 2], "answer": 2}': (f"{Q}\nA. 0\nB. 1\nC. 2", "C", "choice"),
+    '{"question": "1+1=", "choices": [5, 2, 7], "answer": 7}': (f"{Q}\nA. 5\nB. 2\nC. 7", "C", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
     # Invisible characters at both ends of an answer are removed. An answer of the kind math may be a list of
@@ -137,6 +140,7 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
     **{f'{{FOUR, "answer": {x}}}': "fits 0 of its choices" for x in
        ("4", "-1", '"E"', "0.5", "true", "null")},
     '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 of its choices",
+    '{"question": "1+1=", "choices": [1, 2, 3], "answer": 2}': "fits 2 of its choices",  # B, or C by index
     **{f'{{"question": "1+1=", "choices": {x}, "answer": "A"}}': "fits 2 of its choices" for x in
        ('["B", "A"]', '{"A": "B", "B": "A"}')},
     **{f'{{"question": "1+1=", "choices": {x}, "answer": 0}}': "over 26 choices, or one that" for x in
