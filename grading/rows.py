@@ -448,6 +448,7 @@ def _letter_of(gold, choices, fields, where):
 
 
 BOM = b"\xef\xbb\xbf"
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
 READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet or Arrow"
 
 
@@ -491,7 +492,10 @@ def _arrow_rows(file):
                 1000
             )  # 1000 rows in memory at once
         else:  # written by save_to_disk of the library `datasets`
-            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+            source = pyarrow.memory_map(str(file))
+            if source.read_at(8, source.size() - 8) != ARROW_END:
+                raise EOFError("the program that wrote it was stopped")
+            batches = pyarrow.ipc.open_stream(source)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from enumerate(rows, 1)
 
