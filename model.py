@@ -698,8 +698,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer or no model, or a model
-    that torz does not support."""
+    """Returns the folder's tokenizer. Raises UserError if the folder has no usable tokenizer or no model, or
+    a model that torz does not support."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(
         any(model_folder(path).glob("tokenizer*")),
@@ -708,7 +708,14 @@ def load_tokenizer(path: str) -> Any:
     )
     load_config(path)  # only for its UserError
     with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    # Without tokenizer.json, AutoTokenizer may make a tokenizer that has no words and drops all text.
+    require(
+        "1+1" in tokenizer.decode(tokenizer("1+1").input_ids),
+        f"the tokenizer in {path} can't encode 1+1",
+        "its tokenizer.json or tokenizer.model there",
+    )
+    return tokenizer
 
 
 def load_policy(
