@@ -86,7 +86,7 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     family = config.model_type
     settings = config.to_dict() | {"untied head": not config.tie_word_embeddings}
     wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
-    wrong += {rope.get("rope_type", "default") for rope in ropes(config)} - ROPES
+    wrong += {rope.get("rope_type") or "default" for rope in ropes(config)} - ROPES
     wrong += set(settings.get("layer_types") or ()) - LAYERS
     require(
         not wrong,
@@ -683,7 +683,7 @@ def load_config(path: str) -> PreTrainedConfig:
         f"{path} has no .safetensors files",
         "weights saved by save_pretrained",
     )
-    family = read_json(folder / "config.json").get("model_type", "")
+    family = str(read_json(folder / "config.json").get("model_type", ""))
     require(
         family in FAMILIES,
         f"{path} has model_type {family!r}, which torz does not support (docs/models.md)",
@@ -698,8 +698,8 @@ def load_config(path: str) -> PreTrainedConfig:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Returns the folder's tokenizer. Raises UserError if the folder has no tokenizer or no model, or a model
-    that torz does not support."""
+    """Returns the folder's tokenizer. Raises UserError if the folder has no usable tokenizer or no model, or
+    a model that torz does not support."""
     # Without these files, AutoTokenizer would invent a tokenizer from the model's config.
     require(
         any(model_folder(path).glob("tokenizer*")),
@@ -708,7 +708,14 @@ def load_tokenizer(path: str) -> Any:
     )
     load_config(path)  # only for its UserError
     with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    # Without tokenizer.json, AutoTokenizer may make a tokenizer that has no words and drops all text.
+    require(
+        "1+1" in tokenizer.decode(tokenizer("1+1").input_ids),
+        f"the tokenizer in {path} can't encode 1+1",
+        "its tokenizer.json or tokenizer.model there",
+    )
+    return tokenizer
 
 
 def load_policy(
@@ -744,7 +751,8 @@ NOT_OURS = ("lm_head.weight", "rotary_emb.inv_freq")
 def on_meta(kind: type, path: str) -> PackModel:
     """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
     differ from the model's in names or shapes. A critic's files may lack score.weight; a policy's files must
-    not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS."""
+    not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS. But an output layer
+    that the config ties to the embedding must equal it, because transformers would not tie them."""
     config = load_config(path)
     with explained(
         f"{path}/config.json describes no model", "the config.json that belongs to the weights"
@@ -771,6 +779,16 @@ def on_meta(kind: type, path: str) -> PackModel:
         f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
         "a folder that save_pretrained has written",
     )
+    names = "lm_head.weight", "model.embed_tokens.weight"
+    if kind is Policy and config.tie_word_embeddings and names[0] in files:
+        pair = {name: torch.empty(files[name].size) for name in names}
+        dist.load_files(pair, path)
+        require(
+            torch.equal(*pair.values()),
+            f"{path} has an output layer that differs from the embedding, "
+            "and config.json ties them",
+            '"tie_word_embeddings": false in config.json',
+        )
     return model
 
 

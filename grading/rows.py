@@ -55,16 +55,17 @@ MOST_ERRORS = 10  # wrong rows that one message names
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|"
-    r"background|table|image|figure|video|audio|input)(s|_?text|\d+)?|"
-    r"(op|option_?|choice_?)?[a-e]"
+    r"background|table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
+    r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
 )
 # Fields that no prompt needs, such as question_type: one of these words between underscores.
 QUIET = re.compile(
-    r"(^|_)(id|idx|index|uuid|url|date|source|level|difficulty|type|subject|"
+    r"^(choices|options|messages)$|(^|_)sources?$|"
+    r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
     r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
-    r"meta|metadata|version|model|rate|score|count|reward|dataset|choice|option|"
+    r"meta|metadata|version|model|rate|score|count|reward|dataset|"
     r"answer|answerkey|label|truth|solution|rationale|explanation|reason|"
-    r"reasoning|cot|generation|response|output|completion|message|correct|"
+    r"reasoning|cot|generation|response|output|completion|correct|"
     r"correctness|valid|verified|complete|synthetic|is)s?(_|$)"
 )
 # Chat markup of some model, or a list of turns as text, as in data converted from CSV
@@ -426,6 +427,9 @@ def _letter_of(gold, choices, fields, where):
     if _is_number(gold):
         index = _plain_text(gold) or ""
         found = list(choices)[int(index) :][:1] if index.isdecimal() else []
+        raw = _first(fields, "choices", "options")
+        if gold in raw:  # the number may also be a choice itself
+            found.append(list(choices)[raw.index(gold)])
     else:
         text = (_answer(fields, "choice", where) or "").strip()
         found = []
@@ -433,7 +437,7 @@ def _letter_of(gold, choices, fields, where):
             if text == choice.strip() or grade(text, letter, "choice"):
                 found.append(letter)
     require(
-        len(found) == 1,
+        len(set(found)) == 1,
         f"{where} has the answer {gold!a:.80}, which fits {len(found)} of its choices",
         f"one of {', '.join(choices)}, or a choice's text, or its index from 0",
     )
@@ -444,6 +448,7 @@ def _letter_of(gold, choices, fields, where):
 
 
 BOM = b"\xef\xbb\xbf"
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
 READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet or Arrow"
 
 
@@ -487,7 +492,10 @@ def _arrow_rows(file):
                 1000
             )  # 1000 rows in memory at once
         else:  # written by save_to_disk of the library `datasets`
-            batches = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+            source = pyarrow.memory_map(str(file))
+            if source.read_at(8, source.size() - 8) != ARROW_END:
+                raise EOFError("the program that wrote it was stopped")
+            batches = pyarrow.ipc.open_stream(source)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from enumerate(rows, 1)
 

@@ -165,14 +165,18 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids."""
+    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids, and
+    an embedding that is not smaller: the policy may also sample ids without a token."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
         path = getattr(cfg, flag)
         require(
-            not path or ours.items() <= load_tokenizer(path).get_vocab().items(),
-            f"--{flag} {path} has another vocabulary than --model {cfg.model}",
+            not path
+            or ours.items() <= load_tokenizer(path).get_vocab().items()
+            and known <= load_config(path).vocab_size,
+            f"--{flag} {path} has another vocabulary than --model {cfg.model}, "
+            "or a smaller embedding",
             f"a --{flag} with the policy's tokenizer",
         )
 

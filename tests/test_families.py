@@ -1,5 +1,6 @@
 """Tests that models of every supported family equal transformers' models."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -183,6 +184,21 @@ def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
         model.load_policy(path)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused(name, other, folder_of, tmp_path):
+    """transformers would not tie it. A copy of the embedding is read, and a critic has no such head."""
+    path = changed_folder(folder_of(name), tmp_path / "model", tie_word_embeddings=True)
+    file = Path(path, "model.safetensors")
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + float(other)
+    save_file(weights, file, {"format": "pt"})
+    assert model.load_critic(path)
+    error = pytest.raises(UserError, match="has an output layer that differs from the embedding, and")
+    with error if other else contextlib.nullcontext():
+        assert model.load_policy(path)
+
+
 def test_a_critic_of_another_family_is_exported_with_its_own_config(folder_of, base, tmp_path):
     critic = folder_of("gemma3_text")
     cfg = {"model": folder_of("granite"), "critic_model": critic}
@@ -210,6 +226,10 @@ def test_a_critic_or_a_teacher_with_another_tokenizer_is_refused(folder_of, tmp_
     with pytest.raises(UserError, match=f"--{flag} .* has another vocabulary than"):
         check_vocabularies(cfg, tokenizer)
     check_vocabularies(families.replace(cfg, **{flag: folder_of("granite")}), tokenizer)
+    size = model.load_config(cfg.model).vocab_size - 1
+    smaller = changed_folder(folder_of("granite"), tmp_path / "smaller", vocab_size=size)
+    with pytest.raises(UserError, match=f"--{flag} .*smaller has another .* or a smaller embedding"):
+        check_vocabularies(families.replace(cfg, **{flag: smaller}), tokenizer)
 
 
 @pytest.fixture

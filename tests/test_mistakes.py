@@ -68,6 +68,7 @@ ON_RANKS = {
     "ranks no multiple of tp": ("--tp 3", "engines of --tp 3; needed: a multiple of 3 ranks"),
     "no vllm": ("--engine vllm", "vllm can't be imported"), "no GPU": ("--device cuda", "0 GPUs on "),
     "a model without tokenizer": ("--model bare", "has no tokenizer; needed: "),
+    "half a tokenizer": ("--model no_tokens", "the tokenizer in no_tokens can't encode 1+1; needed: its "),
     "a cut tokenizer": ("--model no_words", "the tokenizer in no_words can't be read (JSONDecodeError: "),
     "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),
     "weights of another shape": ("--model wide", "config.json and weights of wide differ in model."),
@@ -107,7 +108,8 @@ def folder(tiny, base, tmp_path_factory):
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
         (path / name).write_text(text)
-    without = {"bare": "tokenizer*", "pickled": "*.safetensors", "nothing": "*"}
+    without = {"bare": "tokenizer*", "no_tokens": "tokenizer.json", "pickled": "*.safetensors",
+               "nothing": "*"}
     for name in (*without, "mamba", "half", "wide", "no_words", "cut", "critic", "linked"):
         shutil.copytree(tiny, path / name, ignore=shutil.ignore_patterns(without.get(name, "")))
     config = json.loads((path / "mamba" / "config.json").read_text())

@@ -90,6 +90,9 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     '{"question": "1+1= (A) 5 (B) 2", "choices": ["5", "2"], "answer": 1}':
         ("1+1= (A) 5 (B) 2", "B", "choice"),
     '{"question": "1+1=", "choices": ["2", "2"], "answer": 1}': (f"{Q}\nA. 2\nB. 2", "B", "choice"),
+    '{"question": "1+1=", "choices": ["1", "2"], "answer": 1}': (f"{Q}\nA. 1\nB. 2", "B", "choice"),  # MMLU
+    '{"question": "1+1=", "choices": [0, 1, 2], "answer": 2}': (f"{Q}\nA. 0\nB. 1\nC. 2", "C", "choice"),
+    '{"question": "1+1=", "choices": [5, 2, 7], "answer": 7}': (f"{Q}\nA. 5\nB. 2\nC. 7", "C", "choice"),
     **{f'{{"prompt": "1+1=", "answer": "2", "choices": {x}}}': (Q, "2", "math") for x in ("[]", "null")},
     '{"prompt": "1+1=", "reward_model": "2"}': (Q, "2", "math"),
     # Invisible characters at both ends of an answer are removed. An answer of the kind math may be a list of
@@ -137,6 +140,7 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
     **{f'{{FOUR, "answer": {x}}}': "fits 0 of its choices" for x in
        ("4", "-1", '"E"', "0.5", "true", "null")},
     '{"question": "1+1=", "choices": ["2", "2"], "answer": "2"}': "fits 2 of its choices",
+    '{"question": "1+1=", "choices": [1, 2, 3], "answer": 2}': "fits 2 of its choices",  # B, or C by index
     **{f'{{"question": "1+1=", "choices": {x}, "answer": "A"}}': "fits 2 of its choices" for x in
        ('["B", "A"]', '{"A": "B", "B": "A"}')},
     **{f'{{"question": "1+1=", "choices": {x}, "answer": 0}}': "over 26 choices, or one that" for x in
@@ -241,6 +245,19 @@ def test_parquet_keeps_what_it_can_and_refuses_the_rest(tmp_path):
 
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}'
+
+
+@pytest.mark.parametrize("cut,error", [(0, None), (8, "EOFError"), (264, "EOFError"), (100, "")])
+def test_an_arrow_file_that_was_not_finished_is_refused(cut, error, tmp_path):
+    """pyarrow reads a file without its end mark, and without its last rows, as a complete file."""
+    path = tmp_path / "d.arrow"
+    schema = pa.schema([("prompt", pa.string()), ("answer", pa.string())])
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for text in "12345":
+            writer.write_batch(pa.record_batch({"prompt": [text], "answer": ["1"]}, schema))
+    path.write_bytes(path.read_bytes()[:-cut or None])
+    with pytest.raises(UserError, match=f"d.arrow can't be read .*{error}") if cut else nullcontext():
+        assert len(list(rows.problem_rows(str(path), "math"))) == 5
 
 
 @pytest.mark.parametrize("name,content,numbers", [
@@ -570,7 +587,8 @@ ROW_OF = {"question": "How many are in it?", "answer": "10"}
 
 @pytest.mark.parametrize("name", """body Body passage passages context contexts CONTEXT context_text ctx
     article articles paragraph paragraphs story document documents premise background table image images
-    image1 figure video audio input input_text A e opa option_a optionA choice_b c""".split())
+    image1 image_url image_path figure video audio input input_text A e opa option_a optionA choice_b c
+    answer_choices question_options""".split())
 @pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7, "10"])
 def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, tokenizer, tmp_path):
     """The name says that the field belongs to the question: a passage, a picture, a choice in its field."""
@@ -599,7 +617,7 @@ def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
         ability style extra_info metadata model llama8b_solve_rate pass_rate score correctness_count
         is_reasoning_complete correctness_math_verify solution rationale explanation generations messages
         answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
-    told = "question_concat unit hint facts system_prompt equation name"
+    told = "question_concat unit hint facts system_prompt equation name source_text message mc_choices"
     fields = {name: "not shown" for name in f"{quiet} {told}".split()}
     rows = [ROW_OF | {"question": f"{i}?"} | (fields if i % 2 else {}) for i in range(8)]
     rows[0]["prompt"] = "the problem, and not the question"
