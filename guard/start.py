@@ -42,7 +42,7 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.watch import watch
 from log import Logger
-from model import load_config, load_critic, load_policy, load_tokenizer, resolve
+from model import left_out, load_config, load_critic, load_policy, load_tokenizer, resolve
 from rollout import (
     Sets,
     check_graders,
@@ -157,7 +157,7 @@ def load(
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
     carried = []
-    lines = []
+    lines = [line for line in [left_out(cfg.model)] if line]
     if resumes:
         lines.append(ckpt.resume(path, saved, models, facts))
         carried = ckpt.read_carried(path)[world.rank :: world.size]
