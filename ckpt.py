@@ -72,7 +72,7 @@ from configs import (
     show,
     user_errors,
 )
-from data import Sample, chat_template, fix_date, prompt_form
+from data import Sample, chat_template, fix_date, prompt_form, set_arguments
 from guard.identity import (
     Facts,
     check_base,
@@ -735,6 +735,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
         require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
+        set_arguments(tokenizer, config.get("template_args", ()))
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
         kind = Critic if who == "critic" else Policy

@@ -318,9 +318,7 @@ AttentionInterface.register("torz", packed_attention)
 # --- linear attention: the gated delta net of Qwen3.5
 
 
-def delta_net(
-    net: nn.Module, hidden_states: Tensor, segments: Segments, **_: Any
-) -> Tensor:
+def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: Any) -> Tensor:
     """Returns the output (1, U, D) of a gated delta net (Yang et al. 2024, arXiv 2412.06464) on a pack.
 
     net: a Qwen3_5GatedDeltaNet. hidden_states: (1, U, D).

@@ -21,7 +21,7 @@ from torch import nn
 import ckpt
 import dist
 from configs import Config, Say, UserError, read_json, show
-from data import Problem, Sample, Solved, fix_date, load_problems
+from data import Problem, Sample, Solved, fix_date, load_problems, set_arguments
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import (
@@ -199,6 +199,7 @@ class Inputs(NamedTuple):
 def read_inputs(cfg: Config, say: Say) -> tuple[Config, Inputs]:
     """Returns the inputs of the run, and the config with `date` = "" if the chat template prints no date."""
     tokenizer = dist.together(load_tokenizer, cfg.model)
+    dist.together(set_arguments, tokenizer, cfg.template_args)
     day = cfg.date if cfg.template == "chat" else ""
     cfg = replace(cfg, date=dist.together(fix_date, tokenizer, day))
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.

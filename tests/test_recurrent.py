@@ -3,6 +3,7 @@ transformers' model, which reads one sample a forward pass."""
 
 import functools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,3 +208,40 @@ def test_settings_that_transformers_or_vllm_ignores_are_refused(changes, folder,
     (tmp_path / "model.safetensors").write_bytes(Path(folder, "model.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"\(qwen3_5_text\) has settings .*: (attention_bias|gates)"):
         model.load_config(str(tmp_path))
+
+
+SWITCH = ("{% generation %}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% endgeneration %}"
+          "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>"
+          "{% endif %}{{ level | default(0) }}")
+
+
+def with_switch(path: str):
+    tokenizer = model.load_tokenizer(path)
+    tokenizer.chat_template = SWITCH
+    return tokenizer
+
+
+def test_arguments_of_a_chat_template_reach_prompts_and_exports(folder):
+    turns, prompts = (("user", "1+1="),), {}
+    for words in ((), ("enable_thinking=false",), ("enable_thinking=true", "level=2"), ('level="x"',)):
+        tokenizer = with_switch(folder)
+        data.set_arguments(tokenizer, words)
+        ids = data.prompt_encoder("chat", tokenizer)(turns)
+        prompts[words] = tokenizer.decode(ids).split("= ")[-1]
+        served = with_switch(folder)  # the export's
+        served.chat_template = data.chat_template(tokenizer, "")
+        example = [{"role": "user", "content": "1+1="}]
+        assert served.apply_chat_template(example, add_generation_prompt=True, return_dict=False) == ids
+        chosen = served.apply_chat_template(example, tokenize=False, enable_thinking=False)
+        assert "<think></think>" in chosen  # a caller can still choose
+    assert [*prompts.values()] == ["<think>0", "<think></think>0", "<think>2", "<think>x"]
+
+
+@pytest.mark.parametrize("word", ["enable_thinkng=false", "messages=1", "enable_thinking", "enable_thinking=no",
+                                  "enable_thinking=null", "m=1", "eos_token=1", "level=[1]"])
+def test_a_wrong_argument_of_a_chat_template_is_refused_in_one_line(word, folder):
+    with pytest.raises(UserError, match=f"--template_args {re.escape(word)} .*needed: NAME=VALUE") as e:
+        data.set_arguments(with_switch(folder), (word,))
+    assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="--template_args has no effect with --template orz"):
+        replace(PRESETS["tiny-ppo"], template="orz", template_args=(word,))

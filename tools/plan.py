@@ -1127,6 +1127,10 @@ def plan_of(case: Case) -> Plan:
         "memory of a rank, GiB": _columns({phase: _in_gib(peak) for phase, peak in peaks.items()}),
         "host and disk, GiB": _in_gib(needs),
     }
+    if cfg.template_args:
+        plan["run"]["--template_args"] = " ".join(cfg.template_args)
+    if case.state_bytes:
+        plan["batches"]["states of a response, MiB"] = case.state_bytes / 2**20
     if case.timed:
         times = {
             "quarter length": seconds(case, *_quarter(cfg)),
