@@ -72,7 +72,7 @@ from configs import (
     show,
     user_errors,
 )
-from data import Sample, chat_template, fix_date, prompt_form
+from data import Sample, chat_template, fix_date, prompt_form, set_arguments
 from guard.identity import (
     Facts,
     check_base,
@@ -637,7 +637,8 @@ def export_hf(
     for name, tensor in weights:
         if main:
             # on_host may return pinned memory, which is too scarce for a whole model.
-            state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
+            dtype = dist.pushed_dtype(name, torch.bfloat16)
+            state[name] = dist.on_host(tensor.to(dtype)).clone()
 
     def write():
         error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
@@ -735,6 +736,7 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
         require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
+        set_arguments(tokenizer, config.get("template_args", ()))
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
         kind = Critic if who == "critic" else Policy
@@ -742,7 +744,8 @@ def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "")
             model = kind(load_config(source))
         weights = {}
         for name, p in model.named_parameters():
-            weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
+            dtype = dist.pushed_dtype(name, torch.bfloat16)
+            weights[name] = torch.empty(p.shape, dtype=dtype)
         dist.load_files({who: weights}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     export_hf(weights.items(), model, tokenizer, source, out, facts)

@@ -179,6 +179,7 @@ class Config:
     ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
+    template_args: tuple[str, ...] = ()  # with --template chat: arguments such as enable_thinking=false
     date: str = "2024-07-26"  # date that a chat template prints instead of today's
     extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
     env: str = ""  # environment FILE.py:FUNCTION, called after each turn of the policy; empty: one turn
@@ -289,6 +290,11 @@ class Config:
         require(
             not self.system_prompt or self.template == "chat",
             f"--system_prompt has no effect with --template {self.template}",
+            "--template chat",
+        )
+        require(
+            not self.template_args or self.template == "chat",
+            f"--template_args has no effect with --template {self.template}",
             "--template chat",
         )
         require(
@@ -754,11 +760,20 @@ PRESETS = {
         eval_samples=(1,),
     ),
 }
+# Two of the presets with a newer base model. Never run on a GPU.
+PRESETS |= {
+    "orz-qwen3.5-2b": replace(PRESETS["orz-1.5b"], model="Qwen/Qwen3.5-2B-Base"),
+    "gsm8k-qwen3.5-0.8b-1gpu": replace(
+        PRESETS["gsm8k-0.5b-1gpu"],
+        model="Qwen/Qwen3.5-0.8B",
+        template_args=("enable_thinking=false",),
+    ),
+}
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 # Preset -> number of ranks in its production layout, as in Open-Reasoner-Zero. All other presets have 32.
-RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}
+RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16, "orz-qwen3.5-2b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
 # model.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a GPU,
 # because each chunk reads and writes the output layer's whole gradient.

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import meta
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
@@ -410,6 +411,37 @@ def fix_date(tokenizer: Any, day: str) -> str:
         date = datetime.date.fromisoformat(day)
     tokenizer.chat_template = call.sub(lambda match: repr(date.strftime(match[2])), own)
     return day
+
+
+# Variables of a chat template that transformers always sets.
+ALWAYS_SET = {"messages", "tools", "documents", "add_generation_prompt"}
+
+
+def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
+    """Give arguments of the chat template, such as enable_thinking=false, other defaults. They stay in an
+    export's template, where a caller can still set them.
+
+    words: NAME=VALUE, with a text, a bool or a whole number in JSON as the value. Raises UserError for other
+        values, and for names that the template does not read."""
+    own = tokenizer.get_chat_template() if words and tokenizer.chat_template else ""
+    # transformers' own tag, which Jinja does not know
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", own)
+    syntax = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    with explained("the chat template can't be read", "--template orz or plain"):
+        known = meta.find_undeclared_variables(syntax.parse(plain))
+    known -= ALWAYS_SET | {*tokenizer.special_tokens_map}
+    for word in words:
+        name, _, text = word.partition("=")
+        with explained(f"--template_args {word}", "NAME=VALUE, such as enable_thinking=false"):
+            value = json.loads(text)
+        require(
+            name in known and isinstance(value, str | bool | int),
+            f"--template_args {word} is no argument of this chat template, or no single value",
+            f"NAME=VALUE with a name of: {', '.join(sorted(known)) or '(the template has none)'}",
+        )
+        default = f"{{% set {name} = {_as_jinja(value)} %}}"
+        own = f"{{% if {name} is not defined %}}{default}{{% endif %}}{{{{ '' }}}}{own}"
+        tokenizer.chat_template = own
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:

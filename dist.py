@@ -43,6 +43,9 @@ Device = torch.device | str
 # [minibatch][rank][pack]: indices among the samples of all ranks
 Layout = list[list[list[list[int]]]]
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
+# Parameters of Qwen3.5's delta nets that stay fp32 in every computation. In bf16, the decay of a state over
+# a thousand tokens would be rounded by some percent.
+FP32 = ("A_log", "dt_bias")
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,8 @@ def shard(
 
     With several ranks, each decoder layer is one FSDP group, and all other weights are one more group, the
     root. With one rank there is nothing to gather, and FSDP would take half of the host's time of an update.
-    Then each layer copies its weights to `dtype` itself (see `compute_in`).
+    Then each layer copies its weights to `dtype` itself (see `compute_in`). The parameters of FP32 are a
+    group of their own in each layer, because all parameters of a group are gathered in the same dtype.
 
     recompute: see PackModel.recompute"""
     model.compute_dtype = dtype
@@ -233,14 +237,17 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for group in (*model.model.layers, model):
+    exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
+    nets = [module for module in model.modules() if hasattr(module, FP32[0])]
+    for group in (*model.model.layers, model, *nets):
         # A rank frees a layer's gathered weights after the forward pass. For the root (`model`),
         # reshard_after_forward=None keeps them, because the backward pass needs them first.
         fully_shard(
             group,
             mesh=over,
-            mp_policy=precision,
+            mp_policy=MixedPrecisionPolicy() if group in nets else precision,
             reshard_after_forward=None if group is model else True,
+            ignored_params=set(group.parameters()) - exact if group in nets else exact,
         )
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
@@ -259,7 +266,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             if group is model and module in in_layers:
                 continue
             for name, weight in module._parameters.items():
-                if weight is not None:
+                if weight is not None and name not in FP32:
                     slots.append((module._parameters, name))
         group.forward = partial(forward_in, dtype, slots, group.forward)
 
@@ -333,9 +340,15 @@ def reshard_all(model: nn.Module) -> None:
         local(param).untyped_storage().resize_(0)
 
 
+def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which the parameter `name` leaves the trainer: fp32 for names of FP32."""
+    return torch.float32 if name.endswith(FP32) else dtype
+
+
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype. If the output layer is tied to
-    the embedding, only the embedding comes. A model on the host is moved to `device` during the iteration.
+    """Yields (name, whole tensor) of every parameter, in the compute dtype or, for names of FP32, in fp32.
+    If the output layer is tied to the embedding, only the embedding comes. A model on the host is moved to
+    `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
     groups = {"": model}
@@ -344,13 +357,15 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
         for prefix, group in groups.items():
-            if sharded:
-                group.unshard()
+            parts = [m for m in group.modules() if isinstance(m, FSDPModule)] if prefix else [group]
+            for part in parts if sharded else ():
+                part.unshard()
             for name, param in group.named_parameters():
                 if prefix or not name.startswith("model.layers."):
-                    yield prefix + name, param.detach().to(model.compute_dtype)
-            if sharded:
-                group.reshard()
+                    dtype = pushed_dtype(name, model.compute_dtype)
+                    yield prefix + name, param.detach().to(dtype)
+            for part in parts if sharded else ():
+                part.reshard()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import contextlib
 import inspect
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -66,6 +66,8 @@ FAMILIES = {
     "cohere": ["attention_bias", "untied head"],
     "seed_oss": [],
     "ernie4_5": ["use_bias"],
+    "qwen3_5": ["attention_bias", "gates"],
+    "qwen3_5_text": ["attention_bias", "gates"],
 }
 
 # Settings that must be off, because this file does not implement them.
@@ -78,13 +80,17 @@ MUST_BE_OFF = [
 # The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
 # sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
-LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layers
+# The supported types of layers. linear_attention: see `delta_net`.
+LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
 
 
 def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
     settings = config.to_dict() | {"untied head": not config.tie_word_embeddings}
+    # Qwen3.5: transformers ignores the first two settings, and the kernels know only silu.
+    gates = [settings.get(name) for name in ("attn_output_gate", "output_gate_type", "hidden_act")]
+    settings["gates"] = not set(gates) <= {None, True, "silu", "swish"}
     wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
     wrong += {rope.get("rope_type") or "default" for rope in ropes(config)} - ROPES
     wrong += set(settings.get("layer_types") or ()) - LAYERS
@@ -309,6 +315,88 @@ def _padded(query, key, value, segments, scaling, window):
 AttentionInterface.register("torz", packed_attention)
 
 
+# --- linear attention: the gated delta net of Qwen3.5
+
+
+def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: Any) -> Tensor:
+    """Returns the output (1, U, D) of a gated delta net (Yang et al. 2024, arXiv 2412.06464) on a pack.
+
+    net: a Qwen3_5GatedDeltaNet. hidden_states: (1, U, D).
+
+    Its convolution and its recurrence read a whole segment from the start, as attention does. So the rows
+    of shared prefixes are copied into each segment (see Segments), and only these two run on the copies."""
+    x = hidden_states.squeeze(0)
+    fused = x.is_cuda and x.dtype != torch.float32
+    if not (fused or segments.blocks):
+        segments.pad()
+    rows = torch.cat([net.in_proj_qkv(x), net.in_proj_b(x), net.in_proj_a(x)], -1)
+    if segments.slots is not None:
+        rows = TakeRows.apply(rows, segments.slots)
+    if fused:
+        out = _recur(net, rows[None], segments.cu_seqlens)[0]
+    else:
+        outs = []
+        start = 0
+        for size, columns in segments.blocks:
+            end = start + size * columns
+            block = rows[start:end].unflatten(0, (size, columns))
+            outs.append(_recur(net, block).flatten(0, 1))
+            start = end
+        out = torch.cat(outs)
+    if segments.outputs is not None:
+        out = out.index_select(0, segments.outputs)
+    z = net.in_proj_z(x).unflatten(-1, (-1, net.head_v_dim))
+    return net.out_proj(net.norm(out, z).flatten(1))[None]
+
+
+def _recur(net, rows, cu_seqlens=None):
+    """Returns the outputs (B, L, heads, d) of convolution and recurrence, which begin anew in each of the B
+    rows, or with cu_seqlens (N+1,) in each of the N segments of the only row.
+
+    rows: (B, L, …), the projections for queries, keys, values, beta and decay, side by side"""
+    heads = net.num_v_heads
+    mixed, beta, decay = rows.split([net.conv_dim, heads, heads], -1)
+    if cu_seqlens is None:
+        length = rows.shape[1]
+        mixed = F.silu(net.conv1d(mixed.mT)[..., :length]).mT
+        rule = _chunked_rule()
+        options = {"chunk_size": min(64, length)}
+    else:
+        convolve, rule = _fused_rule()
+        options = {"cu_seqlens": cu_seqlens}
+        weight = net.conv1d.weight.squeeze(1)
+        mixed, _ = convolve(mixed, weight, activation="silu", **options)
+    q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], -1)
+    times = heads // net.num_k_heads
+    q, k = (t.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2) for t in (q, k))
+    v = v.unflatten(-1, (heads, -1))
+    # A_log and dt_bias are fp32 (dist.FP32).
+    decay = -net.A_log.float().exp() * F.softplus(decay.float() + net.dt_bias.float())
+    out, _ = rule(q, k, v, decay, beta.sigmoid(), use_qk_l2norm_in_kernel=True, **options)
+    return out
+
+
+@cache
+def _chunked_rule():
+    """Returns transformers' delta rule in plain PyTorch, which computes in fp32."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    return inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
+
+
+@cache
+def _fused_rule():
+    """Returns the kernels of convolution and delta rule. Raises UserError if their package is missing."""
+    with explained(
+        "Qwen3.5 on a GPU needs the package flash-linear-attention, which can't be imported",
+        "pip install flash-linear-attention==0.6.0",
+        ImportError,
+    ):
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    return causal_conv1d, chunk_gated_delta_rule
+
+
 # --- heads
 
 
@@ -480,6 +568,8 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
             if hasattr(module, "down_proj"):
                 module.forward = partial(gated_mlp, module)
+            if hasattr(module, "A_log"):
+                module.forward = partial(delta_net, module)
 
     def tie(self) -> None:
         """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
@@ -693,8 +783,22 @@ def load_config(path: str) -> PreTrainedConfig:
         f"{folder}/config.json can't be used", "the config.json that belongs to the weights"
     ):
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if family == "qwen3_5":
+        config = text_config(config)
     check_settings(config, path)
+    if config.model_type == "qwen3_5_text" and torch.cuda.is_available():
+        _fused_rule()  # only for its UserError
     return config
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config of the language model in a Qwen3.5 model that also reads images."""
+    text = config.get_text_config()
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if hasattr(config, name):
+            setattr(text, name, getattr(config, name))
+    text.architectures = ["Qwen3_5ForCausalLM"]
+    return text
 
 
 def load_tokenizer(path: str) -> Any:
@@ -746,6 +850,25 @@ def load_critic(
 
 # Tensors that a folder's files may have although the Policy or Critic has no such parameter.
 NOT_OURS = ("lm_head.weight", "rotary_emb.inv_freq")
+# Parts of Qwen3.5 that are left out: the vision tower, and the heads that predict several tokens.
+LEFT_OUT = ("model.visual.", "mtp.")
+
+
+def names_in_files(names: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
+    """Returns a dict: a tensor's name in the model -> its name in the files, without the parts LEFT_OUT.
+    names: of all tensors in the files"""
+    if config.model_type != "qwen3_5_text":
+        return {name: name for name in names}
+    prefix = "model.language_model."
+    return {x.replace(prefix, "model."): x for x in names if not x.startswith(LEFT_OUT)}
+
+
+def left_out(path: str) -> str:
+    """Returns a line that says which of the folder's weights are not loaded; "" if all are."""
+    names = dist.tensors_in(path)
+    count = len(names) - len(names_in_files(names, load_config(path)))
+    text = f"{path}: only the language model is loaded; {count} tensors of {' and '.join(LEFT_OUT)}"
+    return f"{text} are left out, also in exports" if count else ""
 
 
 def on_meta(kind: type, path: str) -> PackModel:
@@ -765,7 +888,8 @@ def on_meta(kind: type, path: str) -> PackModel:
         f"two .safetensors files in {path} have the same tensors",
         "a folder with the files of one model",
     )
-    theirs = {name: tensor.size for name, tensor in files.items()}
+    names = names_in_files(files, config)
+    theirs = {name: files[stored].size for name, stored in names.items()}
     # named_parameters() lists a tied weight once; state_dict() would list it twice.
     ours = {name: p.shape for name, p in model.named_parameters()}
     for name in ours.keys() ^ theirs.keys():
@@ -804,7 +928,8 @@ def _load(kind, path, device, shard_fn, seed=0):
         drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
         part = dist.local(head.detach())  # the only row, or, on most ranks, no row
         part.copy_(drawn[: len(part)])
-    dist.load_files(state, path)
+    names = names_in_files(dist.tensors_in(path), model.config)
+    dist.load_files({names[name]: p for name, p in state.items()}, path)
     wrong = []
     for name, p in model.named_parameters():
         if not dist.local(p).sum().isfinite():
@@ -825,11 +950,13 @@ def files_weights(
 ) -> Weights:
     """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
     UserError as `on_meta` does."""
-    ours = dict(on_meta(Policy, path).named_parameters())
+    model = on_meta(Policy, path)
+    ours = dict(model.named_parameters())
     for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
-            for name in sorted(ours.keys() & f.keys()):
-                tensor = f.get_tensor(name)
+            names = names_in_files(f.keys(), model.config)
+            for name in sorted(ours.keys() & names.keys()):
+                tensor = f.get_tensor(names[name])
                 if not tensor.float().sum().isfinite():
                     check_finite([name], path)
-                yield name, tensor.to(device, dtype)
+                yield name, tensor.to(device, dist.pushed_dtype(name, dtype))

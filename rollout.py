@@ -721,15 +721,22 @@ def make_engine(
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError for --tp without vLLM, or if the model in `path` does not support cfg.engine_len
-    tokens (prompt plus response)."""
+    """Raises UserError for --tp or Qwen3.5 without vLLM, or if the model in `path` does not support
+    cfg.engine_len tokens (prompt plus response)."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(
         kind == "vllm" or cfg.tp == 1,
         f"--tp {cfg.tp} with --engine torch",
         "--engine vllm, or --tp 1",
     )
-    known = max_positions(load_config(path))
+    config = load_config(path)
+    exact = device.type == "cpu" and cfg.dtype != "bfloat16"
+    require(
+        config.model_type != "qwen3_5_text" or (kind == "vllm" and not exact),
+        f"--engine {kind} can't decode {path} ({config.model_type}), which has recurrent states",
+        "--engine vllm, on a CPU with --dtype bfloat16, which vllm's kernels take",
+    )
+    known = max_positions(config)
     require(
         cfg.engine_len <= known,
         f"{path} has {known:,} positions, and a prompt with its response may "

@@ -12,27 +12,35 @@ import argparse
 import json
 from pathlib import Path
 
-SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b")
+SIZES = ("tiny", "0.5b", "1.5b", "7b", "8b", "32b", "3.5-0.8b", "3.5-2b", "3.5-4b", "3.5-9b", "3.5-27b")
 
 
 def config_of(size: str, layers: int = 0, vocab: int = 0):
     """Returns the Hugging Face config of KNOWN[size]. layers, vocab: replace the shape's values, if not 0."""
-    from transformers import Qwen2Config
+    from transformers import Qwen2Config, Qwen3_5TextConfig
 
     from tools.plan import KNOWN
 
     s = KNOWN[size]
-    return Qwen2Config(
+    common = dict(
         hidden_size=s.hidden, num_hidden_layers=layers or s.layers, num_attention_heads=s.heads,
         num_key_value_heads=s.kv_heads, intermediate_size=s.inner, vocab_size=vocab or s.vocab,
-        max_position_embeddings=32768, tie_word_embeddings=s.tied, rope_theta=1e6, bos_token_id=None)
+        max_position_embeddings=32768, tie_word_embeddings=s.tied, bos_token_id=None)
+    if not s.delta:
+        return Qwen2Config(**common, rope_theta=1e6)
+    return Qwen3_5TextConfig(
+        **common, head_dim=s.head_dim, linear_num_key_heads=s.delta.key_heads,
+        linear_num_value_heads=s.delta.heads, linear_key_head_dim=s.delta.key_dim,
+        linear_value_head_dim=s.delta.dim, linear_conv_kernel_dim=s.delta.kernel,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25,
+                             mrope_section=[11, 11, 10], mrope_interleaved=True))
 
 
 def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
     """Writes the model folder `out`: random bf16 weights, a tokenizer and train.jsonl. Returns the folder's
     path. size, layers, vocab: see `config_of`. chat: whether the tokenizer has a chat template."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from bench.tasks import chat_tokenizer
     from tools.tiny import make_tokenizer
@@ -42,7 +50,7 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, c
     config = config_of(size, layers, vocab)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.set_default_dtype(torch.bfloat16)
-    model = Qwen2ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

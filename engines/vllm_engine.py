@@ -19,6 +19,7 @@ import torch
 import dist
 from configs import explained, require
 from engine import Engine
+from model import load_config
 
 VERSIONS = ("0.32", "0.33")
 # CUDA graphs for decoding only. vLLM's default also captures graphs of steps that read prompts.
@@ -53,6 +54,11 @@ class VLLMEngine(Engine):
                 enable_chunked_prefill=False,
                 max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs),
             )
+        if self.config.model_type == "qwen3_5_text":
+            # A model that also reads images becomes its language model.
+            options["hf_overrides"] = lambda config: load_config(path)
+            # On a CPU, caching a recurrent state takes chunked prefill.
+            options["enable_prefix_caching"] = self.device.type == "cuda"
         with (
             dist.phase("start/engine"),
             self.engine_errors("to start"),
@@ -69,9 +75,8 @@ class VLLMEngine(Engine):
                 logprobs_mode="processed_logprobs",
                 load_format="dummy",
                 use_tqdm_on_load=False,
-                enable_prefix_caching=True,
                 disable_log_stats=True,
-                **options,
+                **{"enable_prefix_caching": True, **options},
             )
         self._sleep()
 
@@ -207,7 +212,12 @@ def _import_model(architectures):
 
     for name in architectures or ():
         if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+            with explained(
+                f"for --engine vllm, vllm's {name} can't be imported",
+                "the package that it names, built for the same torch",
+                ImportError,
+            ):
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def paged_kernel():

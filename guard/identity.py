@@ -40,7 +40,8 @@ VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 # Settings that may change when a run resumes. For some of them, such as `data` and `model`, another path is
 # accepted, but other content is refused.
 MAY_CHANGE = (
-    "out resume model critic_model ref_model data template system_prompt reward env "
+    "out resume model critic_model ref_model data template system_prompt template_args "
+    "reward env "
     "steps epochs total_episodes eval_data eval_every eval_samples "
     "save_every keep keep_best save_samples save_logps track "
     "engine engine_share max_num_seqs tp grade_workers grade_deadline selfcheck go "

@@ -21,7 +21,7 @@ from torch import nn
 import ckpt
 import dist
 from configs import Config, Say, UserError, read_json, show
-from data import Problem, Sample, Solved, fix_date, load_problems
+from data import Problem, Sample, Solved, fix_date, load_problems, set_arguments
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import (
@@ -42,7 +42,7 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.watch import watch
 from log import Logger
-from model import load_config, load_critic, load_policy, load_tokenizer, resolve
+from model import left_out, load_config, load_critic, load_policy, load_tokenizer, resolve
 from rollout import (
     Sets,
     check_graders,
@@ -157,7 +157,7 @@ def load(
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
     carried = []
-    lines = []
+    lines = [line for line in [left_out(cfg.model)] if line]
     if resumes:
         lines.append(ckpt.resume(path, saved, models, facts))
         carried = ckpt.read_carried(path)[world.rank :: world.size]
@@ -199,6 +199,7 @@ class Inputs(NamedTuple):
 def read_inputs(cfg: Config, say: Say) -> tuple[Config, Inputs]:
     """Returns the inputs of the run, and the config with `date` = "" if the chat template prints no date."""
     tokenizer = dist.together(load_tokenizer, cfg.model)
+    dist.together(set_arguments, tokenizer, cfg.template_args)
     day = cfg.date if cfg.template == "chat" else ""
     cfg = replace(cfg, date=dist.together(fix_date, tokenizer, day))
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.

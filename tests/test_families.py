@@ -47,7 +47,7 @@ def test_every_supported_family_has_a_model():
 
 @pytest.mark.parametrize("model_type", model.FAMILIES)
 def test_the_default_settings_of_a_family_are_accepted(model_type):
-    model.check_settings(AutoConfig.for_model(model_type), model_type)
+    model.check_settings(AutoConfig.for_model(model_type).get_text_config(), model_type)
 
 
 def test_log_probs_and_gradients_are_those_of_transformers(folder):

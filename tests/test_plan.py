@@ -51,7 +51,9 @@ def test_qwen25_7b_has_7_615_616_512_parameters():
     assert plan.KNOWN["7b"].policy_params == 7_615_616_512
     # The model cards of the other models say 0.49, 1.54, 32.8 and 8.03 billion parameters.
     assert {k: round(s.policy_params / 1e7) for k, s in plan.KNOWN.items() if k not in ("7b", "tiny")} == {
-        "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803}
+        "0.5b": 49, "1.5b": 154, "32b": 3276, "8b": 803,
+        # Qwen3.5 without vision tower and multi-token prediction
+        "3.5-0.8b": 75, "3.5-2b": 188, "3.5-4b": 421, "3.5-9b": 895, "3.5-27b": 2690}
 
 
 def bytes_of(t: torch.Tensor) -> int:

@@ -56,7 +56,9 @@ TABLE = {"orz-7b": ORZ,
     "orz-32b": ORZ | dict(tp=4, max_response_len=16384, model_len=2048 + 16384,
                           eval_response_len=32768),  # tp is from orz_32b_ppo.py; the lengths are a guess
     "orz-7b-grpo": GRPO | dict(advantage="group_mean_whiten"),
+    "orz-qwen3.5-2b": ORZ | dict(engine_share=0.7),  # as orz-1.5b
     "gsm8k-0.5b-1gpu": {},  # no source: our own
+    "gsm8k-qwen3.5-0.8b-1gpu": {},  # no source: our own
     # 2503.14476 section 4.1 (batch, updates, warm-up, lengths, clip, evaluation), eq. 11 and 13; verl's
     # recipe/dapo/run_dapo_qwen2.5_32b.sh (prompt length, weight decay) and fsdp_workers.py (betas)
     "dapo-7b": GRPO | dict(
@@ -96,7 +98,8 @@ TABLE = {"orz-7b": ORZ,
         critic_updates=1, passes_per_step=4, max_response_len=2048, model_len=4096, policy_lr=3e-7,
         critic_lr=3e-7, lr_decay="linear", warmup_updates=0, betas=(0.9, 0.999), weight_decay=0.01, epochs=0,
         total_episodes=10_000_000, extractor=("boxed", "gsm8k=last_number"))}
-PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16}  # the others have 32
+PRODUCTION_RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16,  # the others have 32
+                    "orz-qwen3.5-2b": 16}
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 # Preset -> what its source says: ((samples per step, policy updates per step, samples per update), place in
 # the source). None: the source does not say.

@@ -55,7 +55,7 @@ from configs import (
     show,
     user_errors,
 )
-from data import fix_date, prompt_form
+from data import fix_date, prompt_form, set_arguments
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import check_gold
@@ -194,8 +194,8 @@ class EvalConfig(Config):
 
 # The flags that an evaluation uses.
 EVAL_FLAGS = """
-    template system_prompt date extractor reward env max_turns seed out max_prompt_len max_response_len
-    max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
+    template system_prompt template_args date extractor reward env max_turns seed out
+    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
     eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
     write_rows
 """.split()
@@ -367,6 +367,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
+    set_arguments(tokenizer, cfg.template_args)
     day = cfg.date if cfg.template == "chat" else ""
     cfg = replace(cfg, date=fix_date(tokenizer, day))
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))

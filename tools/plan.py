@@ -113,9 +113,42 @@ def gpu_of(device: str, memory: float) -> GPU:
 # --- the model
 
 
+class DeltaNets(NamedTuple):
+    """The sizes of Qwen3.5's gated delta nets (model.delta_net)."""
+
+    layers: int  # number of layers that have one in place of attention
+    heads: int  # of values
+    key_heads: int = 16
+    key_dim: int = 128  # width of a head of keys
+    dim: int = 128  # width of a head of values
+    kernel: int = 4  # tokens that the convolution reads
+
+    @property
+    def mixed(self) -> int:
+        """Width of queries, keys and values together, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.value
+
+    @property
+    def value(self) -> int:
+        return self.heads * self.dim
+
+    @property
+    def flop(self) -> int:
+        """FLOP of one token in the forward pass of one layer, besides 2 per parameter. In chunks of 64
+        tokens: products of keys and queries, the triangular system, and reading and writing the state."""
+        chunk = 64 * (5 * self.key_dim + 3 * self.dim)
+        return self.heads * (chunk + 6 * self.key_dim * self.dim)
+
+    def state(self, number: int) -> int:
+        """Bytes of the states of a response in all layers: fp32 for the recurrence, and the convolution's
+        last inputs, with `number` bytes each."""
+        recurrent = 4 * self.key_dim * self.value
+        return self.layers * (recurrent + number * (self.kernel - 1) * self.mixed)
+
+
 @dataclass
 class Shape:
-    """The sizes of a dense decoder like Llama or Qwen2."""
+    """The sizes of a dense decoder like Llama, Qwen2 or Qwen3.5."""
 
     name: str  # the model's path; in KNOWN, a part of the path
     layers: int
@@ -128,6 +161,7 @@ class Shape:
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
     silu: bool = True  # the MLP's activation; others store one more tensor (model.gated_mlp)
+    delta: DeltaNets | None = None  # None: all layers have attention
 
     @property
     def q(self) -> int:
@@ -141,12 +175,24 @@ class Shape:
         return self.q * self.kv_heads // self.heads
 
     @property
+    def attention_layers(self) -> int:
+        return self.layers - (self.delta.layers if self.delta else 0)
+
+    @property
     def layer(self) -> int:
-        """Number of parameters of a layer: matrices, two norms, biases."""
+        """Number of parameters of a layer: matrices, two norms, biases. With delta nets, the mean of both
+        kinds of layers."""
         of_attention = self.q + 2 * self.kv
         biases = of_attention if self.qkv_bias else 0
         width = of_attention + self.q + 3 * self.inner  # of all matrices together
-        return self.hidden * (width + 2) + biases
+        size = self.hidden * (width + 2) + biases
+        if not self.delta:
+            return size
+        gate = self.hidden * self.q  # of attention's output
+        net = self.delta
+        width = net.mixed + 2 * net.value + 2 * net.heads
+        more = self.hidden * (width - of_attention - self.q) + net.kernel * net.mixed
+        return size + (self.attention_layers * gate + net.layers * more) // self.layers
 
     @property
     def critic_params(self) -> int:
@@ -168,12 +214,31 @@ KNOWN = {
     "8b": Shape("Llama-3.1-Tulu-3-8B", 32, 4096, 32, 14336, 128256, 8, qkv_bias=False),
     "tiny": Shape("tiny-base", 2, 128, 4, 384, 263, 2, tied=True),  # the model of tools/tiny.py
 }
+
+
+def qwen3_5(name: str, *sizes: int, nets: tuple[int, int], tied: bool = True) -> Shape:
+    """Returns the Shape of a Qwen3.5. sizes: layers, hidden, heads, inner, key-value heads. nets: see
+    DeltaNets"""
+    *four, kv_heads = sizes
+    options = dict(tied=tied, head_dim=256, qkv_bias=False, delta=DeltaNets(*nets))
+    return Shape(f"Qwen3.5-{name}", *four, 248320, kv_heads, **options)
+
+
+KNOWN |= {
+    "3.5-0.8b": qwen3_5("0.8B", 24, 1024, 8, 3584, 2, nets=(18, 16)),
+    "3.5-2b": qwen3_5("2B", 24, 2048, 8, 6144, 2, nets=(18, 16)),
+    "3.5-4b": qwen3_5("4B", 32, 2560, 16, 9216, 4, nets=(24, 32)),
+    "3.5-9b": qwen3_5("9B", 32, 4096, 16, 12288, 4, nets=(24, 32), tied=False),
+    "3.5-27b": qwen3_5("27B", 64, 5120, 24, 17408, 4, nets=(48, 48), tied=False),
+}
 # Model types that tie LM head and embedding if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
 def shape_of(config: dict, name: str) -> Shape:
     """Returns the Shape for the content of a config.json. Raises UserError if a size is missing."""
+    if "text_config" in config:  # Qwen3.5 with its vision tower
+        config = config | config["text_config"]
     family = config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     for size in sizes:
@@ -191,7 +256,16 @@ def shape_of(config: dict, name: str) -> Shape:
         head_dim=config.get("head_dim") or 0,
         qkv_bias=config.get("attention_bias") or family == "qwen2",
         silu=config.get("hidden_act") == "silu",
+        delta=_delta_nets(config),
     )
+
+
+def _delta_nets(config):
+    count = (config.get("layer_types") or []).count("linear_attention")
+    if not count:
+        return None
+    words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
+    return DeltaNets(count, *(config[f"linear_{word}"] for word in words))
 
 
 def read_shape(path: str) -> Shape:
@@ -341,7 +415,14 @@ class Case:
         policy = self.models["policy"]
         head = policy.q // policy.heads
         width = max(policy.kv // self.cfg.tp, head)
-        return 2 * policy.layers * width * self.number
+        return 2 * policy.attention_layers * width * self.number
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes of a response's recurrent states in a rank's engine. vLLM keeps two: the running one, and the
+        one at the last whole page, for its prefix cache."""
+        nets = self.models["policy"].delta
+        return 2 * nets.state(self.number) / self.cfg.tp if nets else 0.0
 
     @cached_property
     def recompute(self) -> dict[str, int]:
@@ -630,8 +711,11 @@ def fullest(case: Case) -> tuple[str, Usage]:
 
 
 def kv_tokens(case: Case) -> int:
-    """Returns the number of tokens that an engine's KV cache can hold."""
-    return int(_engine_memory(case)["KV cache"] / case.kv_bytes)
+    """Returns the number of tokens that an engine's KV cache can hold, beside the recurrent states of
+    --max_num_seqs responses."""
+    states = min(case.cfg.max_num_seqs, case.responses) * case.state_bytes
+    room = _engine_memory(case)["KV cache"] - states
+    return max(0, int(room / case.kv_bytes))
 
 
 # --- host, disk, seconds
@@ -774,7 +858,9 @@ def _passes(case, name, prompt, response):
     tokens = cfg.samples_per_step * length / case.world  # that one rank trains on in a step
     packs = case.packs(length)
     params = shape.layers * shape.layer
-    flop = forward_flops(params, shape.layers, shape.q, tokens, tokens * length)
+    flop = forward_flops(params, shape.attention_layers, shape.q, tokens, tokens * length)
+    if shape.delta:
+        flop += tokens * shape.delta.layers * shape.delta.flop
     device = flop / (MFU * case.gpu.flops) / packs  # of the layers' forward pass
     of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
     host = shape.layers * of_layer
@@ -829,7 +915,8 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     fitting = kv_tokens(case) // (prompt + response)
     batch = max(1, min(cfg.max_num_seqs, case.responses, fitting))
     cached = batch * (prompt + response / 2)  # tokens in the KV cache, as a mean over the response
-    read = case.engine_weights + cached * case.kv_bytes
+    # A step reads and writes the running state of each response (half of state_bytes).
+    read = case.engine_weights + cached * case.kv_bytes + batch * case.state_bytes
     reading = read / (BANDWIDTH * gpu.hbm)
     flop = 2 * case.params["policy"] * batch / cfg.tp
     device = max(reading, flop / (MFU * gpu.flops))
@@ -1040,6 +1127,10 @@ def plan_of(case: Case) -> Plan:
         "memory of a rank, GiB": _columns({phase: _in_gib(peak) for phase, peak in peaks.items()}),
         "host and disk, GiB": _in_gib(needs),
     }
+    if cfg.template_args:
+        plan["run"]["--template_args"] = " ".join(cfg.template_args)
+    if case.state_bytes:
+        plan["batches"]["states of a response, MiB"] = case.state_bytes / 2**20
     if case.timed:
         times = {
             "quarter length": seconds(case, *_quarter(cfg)),
