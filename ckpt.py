@@ -20,6 +20,7 @@ Usage:
     python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
     python ckpt.py export RUN best OUT       # the policy of the best checkpoint (--keep_best)
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
+    python ckpt.py export RUN 20 OUT adapter # the policy's adapters (--lora), in the format of PEFT
 
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
@@ -37,6 +38,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -81,7 +83,16 @@ from guard.identity import (
     source_of,
 )
 from log import read_metrics
-from model import Critic, Policy, load_config, load_tokenizer
+from model import (
+    Adapted,
+    Critic,
+    Policy,
+    freeze,
+    load_config,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+)
 
 MARKER = "torz.json"  # the file that marks a folder as an export
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
@@ -530,6 +541,7 @@ def read_state(folder: Path) -> Facts:
     needed = f"an older checkpoint (move {folder} away and type the same command)"
     require(not bad, bad, needed)
     state = read_json(folder / "state.json", {"step": int})
+    state["read"] = {"lora": 0} | state.get("read", {})  # older checkpoints have no --lora
     own = step_folder(folder.parent.parent, state["step"]).name
     require(
         folder.name == own or not STEP.fullmatch(folder.name),
@@ -579,9 +591,12 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     read = {
         name: fact
         for name, fact in facts["read"].items()
-        if name.startswith(("policy's", "critic's"))
+        if name.startswith(("policy's", "critic's", "lora"))
     }
-    needed = f"the models that it started from: --model {saved['config']['model']} …"
+    needed = (
+        f"the models and --lora of that run: --model {saved['config']['model']} …, or first "
+        f"python ckpt.py export {path} last OUT, then --model OUT without --start_from"
+    )
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -638,16 +653,23 @@ def export_hf(
             # on_host may return pinned memory, which is too scarce for a whole model.
             state[name] = dist.on_host(tensor.to(torch.bfloat16)).clone()
 
-    def write():
-        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
-        remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
-        needed = f"space and permission there, and then {remedy}"
-        require(not error, f"{out} can't be written ({error})", needed)
+    def fill(folder):
+        save_torch_state_dict(state, folder)
+        _save_config(folder, model, tokenizer, source, facts)
 
-    dist.together(lambda: write() if main else None)
+    dist.together(lambda: write_export(out, fill, facts) if main else None)
 
 
-def _write_export(out, state, model, tokenizer, source, facts):
+def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
+    """Writes the export `out` atomically. `fill` writes the files, except MARKER, into a new folder. facts:
+    the result of `marker`. Raises UserError as `export_hf` does."""
+    error, _ = _attempt(_write_export, out, fill, facts)
+    remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
+    needed = f"space and permission there, and then {remedy}"
+    require(not error, f"{out} can't be written ({error})", needed)
+
+
+def _write_export(out, fill, facts):
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(out.parent, os.O_RDONLY)
     flock(lock, fcntl.LOCK_EX)  # other exports to this place wait
@@ -655,8 +677,10 @@ def _write_export(out, state, model, tokenizer, source, facts):
     try:
         remove_unfinished(out.parent, re.escape(out.name))
         temp.mkdir()
-        save_torch_state_dict(state, temp)
-        _save_config(temp, model, tokenizer, source, facts)
+        fill(temp)
+        (temp / MARKER).write_text(json.dumps(facts, indent=1))
+        for file in temp.glob("*.safetensors"):
+            follow_umask(file)
         _sync(*temp.rglob("*"), temp)
         check_export_path(out)
         if exists(out / MARKER):
@@ -680,7 +704,7 @@ def _save_config(folder, model, tokenizer, source, facts):
     """Writes the files of an export that are not weights."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
-    if isinstance(model, Critic):
+    if getattr(model, "score", None):  # a critic
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
     config.save_pretrained(folder)
@@ -691,9 +715,26 @@ def _save_config(folder, model, tokenizer, source, facts):
     generation = Path(source) / "generation_config.json"
     if exists(generation):
         shutil.copyfile(generation, folder / generation.name)
-    (folder / MARKER).write_text(json.dumps(facts, indent=1))
-    for file in folder.glob("*.safetensors"):
-        follow_umask(file)
+
+
+def write_adapter(folder: Path, model: Adapted, source: str) -> None:
+    """Writes the adapters of a policy to a folder in the format of PEFT. source: folder of the base"""
+    state = {}
+    for name, adapter in model.adapters.items():
+        name = name.replace("/", ".")
+        for matrix, weight in adapter.named_parameters():
+            state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
+    save_file(state, folder / "adapter_model.safetensors", {"format": "pt"})
+    rank = len(adapter.A)
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": rank,
+        "lora_alpha": adapter.scale * rank,
+        "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -717,35 +758,62 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     }
 
 
-def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
+def export(run: Path, step: str, out: Path, what: str = "policy", base: str = "") -> None:
     """Writes one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is
     no such checkpoint or model, or if `out` can't be written.
 
     run: folder of the run, or of a checkpoint if `step` is "last"
     step: the checkpoint's step, such as "24", or "best" or "last"
-    who: policy, critic or ref
+    what: policy, critic or ref; or adapter, for the policy's adapters (--lora) in the format of PEFT
     base: the base model's folder, if it was moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
+    who = what.replace("adapter", "policy")
     with hold(path):
         saved = read_state(path)
-        config = saved["config"]
+        config = {"lora": 0} | saved["config"]
+        whole = f"without the word adapter: {path} is of a run without --lora"
+        require(config["lora"] or what == who, f"{path} has no adapters", whole)
         models = ", ".join(saved["models"])
         require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
-        kind = Critic if who == "critic" else Policy
-        with torch.device("meta"):
-            model = kind(load_config(source))
-        weights = {}
-        for name, p in model.named_parameters():
-            weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
-        dist.load_files({who: weights}, path)
+        load = load_adapted if config["lora"] else load_whole
+        model, weights = load(path, who, source, saved)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(f"{out}: the {who} after {saved['step']} steps")
+    if what == "adapter":
+        write_export(out, partial(write_adapter, model=model, source=source), facts)
+    else:
+        export_hf(weights, model, tokenizer, source, out, facts)
+    show(f"{out}: the {what} after {saved['step']} steps")
+
+
+def load_whole(path: Path, who: str, source: str, saved: Facts) -> tuple[nn.Module, dist.Weights]:
+    """Returns a checkpoint's model without memory, and its weights in bf16.
+
+    source: folder of the base model. saved: content of state.json"""
+    kind = Critic if who == "critic" else Policy
+    with torch.device("meta"):
+        model = kind(load_config(source))
+    weights = {}
+    for name, p in model.named_parameters():
+        weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
+    dist.load_files({who: weights}, path)
+    return model, weights.items()
+
+
+def load_adapted(path: Path, who: str, source: str, saved: Facts) -> tuple[Adapted, dist.Weights]:
+    """Like `load_whole`, for a run with --lora. The adapters are merged with the same rounding as in the
+    run."""
+    config = saved["config"]
+    load = load_critic if who == "critic" else load_policy
+    dtype = getattr(torch, saved["noted"]["dtype"])
+    base = load(source, shard_fn=partial(freeze, rank=config["lora"], dtype=dtype))
+    model = Adapted(base, config["lora"], config["lora_alpha"], critic=who == "critic")
+    dist.load_files({who: dist.tensors_of(model, None)}, path)
+    return model, dist.full_weights(model)
 
 
 def main(argv: list[str]) -> None:
@@ -753,11 +821,11 @@ def main(argv: list[str]) -> None:
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
-        case ["export", run, step, out, *who] if len(who) < 2:
-            export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
+        case ["export", run, step, out, *what] if len(what) < 2:
+            export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:
             found = f"unknown command: ckpt.py {' '.join(argv)}"
-            needed = "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
+            needed = "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model PATH]"
             raise UserError(f"{found}; needed: {needed}")
 
 

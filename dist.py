@@ -248,8 +248,9 @@ def shard(
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32."""
-    if dtype == torch.float32:
+    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32. A frozen base
+    (--lora) has weights in `dtype` already."""
+    if dtype == next(model.parameters()).dtype:
         return
     layers = model.model.layers
     in_layers = set(layers.modules())
@@ -314,15 +315,34 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     asks for the next pack. Every rank must have the same number of packs.
 
     With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
-    pass. This saves communication."""
+    pass. This saves communication. The gradients of adapters (--lora) are summed once, after all packs."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
     reshard_all(model)
+    if base_of(model) is not model:
+        sum_gradients(model)
+
+
+def base_of(model: nn.Module) -> nn.Module:
+    """Returns the frozen base of a model.Adapted (--lora), and any other model itself. Only the base is
+    sharded."""
+    return getattr(model, "base", model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Sum the gradients of a model that every rank holds whole. One all-reduce for all parameters."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return
+    grads = [p.grad for p in model.parameters()]
+    whole = nn.utils.parameters_to_vector(grads)
+    td.all_reduce(whole)
+    nn.utils.vector_to_parameters(whole, grads)
 
 
 def reshard_all(model: nn.Module) -> None:
+    model = base_of(model)
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -335,22 +355,29 @@ def reshard_all(model: nn.Module) -> None:
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype. If the output layer is tied to
-    the embedding, only the embedding comes. A model on the host is moved to `device` during the iteration.
+    the embedding, only the embedding comes. Adapters (--lora) are merged into the weights. A model on the
+    host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
+    with on_device(model, None, device):
+        weights = gathered(base_of(model))
+        yield from weights if base_of(model) is model else model.merge(weights)
+
+
+def gathered(model: nn.Module) -> Weights:
+    """Yields (name, whole tensor) as `full_weights` does, of a model on its device and without adapters."""
     groups = {"": model}
     for i, layer in enumerate(model.model.layers):
         groups[f"model.layers.{i}."] = layer
     sharded = isinstance(model, FSDPModule)
-    with on_device(model, None, device):
-        for prefix, group in groups.items():
-            if sharded:
-                group.unshard()
-            for name, param in group.named_parameters():
-                if prefix or not name.startswith("model.layers."):
-                    yield prefix + name, param.detach().to(model.compute_dtype)
-            if sharded:
-                group.reshard()
+    for prefix, group in groups.items():
+        if sharded:
+            group.unshard()
+        for name, param in group.named_parameters():
+            if prefix or not name.startswith("model.layers."):
+                yield prefix + name, param.detach().to(model.compute_dtype)
+        if sharded:
+            group.reshard()
 
 
 @contextlib.contextmanager
@@ -359,16 +386,18 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
     inside, because changes are not copied to the host."""
     on_gpu = torch.device(device).type == "cuda"
-    moves = on_gpu and next(model.parameters()).device.type == "cpu"
-    if moves:
-        to_device(model, optimizer, device)
+    moved = {}
+    for part, states in {base_of(model): None, model: optimizer}.items():
+        if on_gpu and any(p.device.type == "cpu" for p in part.parameters()):
+            moved[part] = states
+            to_device(part, states, device)
     try:
         yield
     finally:
         reshard_all(model)  # a forward pass without a backward pass leaves weights gathered
-        if moves:
-            model.zero_grad()  # an exception may have left gradients on the device
-            to_host(model, optimizer)
+        for part, states in moved.items():
+            part.zero_grad()  # an exception may have left gradients on the device
+            to_host(part, states)
         if on_gpu:  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 
@@ -431,6 +460,10 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 @torch.no_grad()
 def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
@@ -483,8 +516,7 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients to a norm of at most `limit`. Returns the unscaled norm, the same on all ranks."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
 
 
 # --- numbers and samples

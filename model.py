@@ -16,6 +16,7 @@ Letters in the shapes of tensors:
 
 import contextlib
 import inspect
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -341,7 +342,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
         rows = targets, lse, entropy, g_logp, g_entropy
         g_hidden = torch.empty_like(hidden)
-        g_weight = torch.zeros_like(weight, dtype=torch.float32)
+        g_weight = None  # a frozen output layer (--lora) has no gradient
+        if ctx.needs_input_grad[1]:
+            g_weight = torch.zeros_like(weight, dtype=torch.float32)
         for c in reversed(chunks(hidden, weight)):
             z, ctx.last = ctx.last, None
             if z is None:
@@ -350,9 +353,12 @@ class ChunkedLogProbs(torch.autograd.Function):
             g = logits_grad(z, ctx.scale, weight.dtype, *of_chunk)
             del z
             g_hidden[c] = g @ weight
-            add_product(g_weight, g.t(), hidden[c])
+            if g_weight is not None:
+                add_product(g_weight, g.t(), hidden[c])
             del g
-        return g_hidden, g_weight.to(weight.dtype), None, None
+        if g_weight is not None:
+            g_weight = g_weight.to(weight.dtype)
+        return g_hidden, g_weight, None, None
 
 
 def log_probs(
@@ -556,7 +562,10 @@ def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
     if not x.is_cuda:  # a CPU has more memory than time
         return mlp.down_proj(product)
     down = mlp.down_proj
-    return DownProjection.apply(product, act, gate, up, down.weight, down.bias)
+    project = partial(DownProjection.apply, act, gate, up)
+    if isinstance(down, FrozenLinear):
+        return down(product, project)
+    return project(product, down.weight, down.bias)
 
 
 def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
@@ -584,7 +593,7 @@ class DownProjection(torch.autograd.Function):
     a fifth of a layer's activations: the backward pass computes it again from gate and up."""
 
     @staticmethod
-    def forward(ctx, product, act, gate, up, weight, bias):
+    def forward(ctx, act, gate, up, product, weight, bias):
         ctx.act, ctx.has_bias = act, bias is not None
         ctx.save_for_backward(gate, up, weight)
         return F.linear(product, weight, bias)
@@ -592,10 +601,15 @@ class DownProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
-        product = gated(ctx.act, gate, up).flatten(0, -2)
+        g_weight = None
+        g_bias = None
         rows = g.flatten(0, -2)
-        g_bias = rows.sum(0) if ctx.has_bias else None
-        return g @ weight, None, None, None, rows.t() @ product, g_bias
+        if ctx.needs_input_grad[4]:
+            product = gated(ctx.act, gate, up).flatten(0, -2)
+            g_weight = rows.t() @ product
+        if ctx.has_bias and ctx.needs_input_grad[5]:
+            g_bias = rows.sum(0)
+        return None, None, None, g @ weight, g_weight, g_bias
 
 
 class Policy(PackModel):
@@ -634,6 +648,118 @@ class Critic(PackModel):
         value = self.score(hidden)[:, 0].float()
         zero = value.new_zeros(len(pack.tokens))
         return zero.index_put((at,), value)
+
+
+# --- adapters (--lora)
+
+
+class FrozenLinear(nn.Linear):
+    """A frozen linear layer. Returns x Wᵀ + bias, and with an adapter also the adapter's term."""
+
+    adapter = None  # Adapted.forward chooses it
+
+    def forward(self, x: Tensor, project: Callable = F.linear) -> Tensor:
+        y = project(x, self.weight, self.bias)
+        return y + self.adapter(x, project) if self.adapter else y
+
+
+class Adapter(nn.Module):
+    """LoRA (arXiv 2106.09685, section 4.1): the term (alpha / R) (x Aᵀ) Bᵀ of a linear layer (out, in), with
+    A (R, in) and B (out, R) in fp32. At the start, A is Kaiming-uniform, as in PEFT, and B is 0."""
+
+    def __init__(self, linear: nn.Linear, rank: int, alpha: float, random: torch.Generator) -> None:
+        super().__init__()
+        self.scale = alpha / rank
+        bound = linear.in_features**-0.5
+        a = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=random)
+        self.A = nn.Parameter(a)
+        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    def forward(self, x: Tensor, project: Callable) -> Tensor:
+        low = self.scale * project(x, self.A.to(x.dtype), None)
+        return F.linear(low, self.B.to(x.dtype))
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Returns weight (out, in) + (alpha / R) B A, computed in fp32 and rounded once."""
+        return weight.float().addmm(self.B, self.A, alpha=self.scale).to(weight.dtype)
+
+
+def freeze(
+    model: PackModel,
+    rank: int,
+    dtype: torch.dtype,
+    shard_fn: Callable = lambda model: model,
+) -> PackModel:
+    """Turns a model into a frozen base for adapters, with weights in `dtype`. Returns shard_fn(model). Raises
+    UserError if the rank of the adapters is above the smaller side of a matrix.
+
+    The forward pass of a base calls its first argument with the others (see Adapted). So every role computes
+    inside FSDP's hooks of the base."""
+    model.linears = {}  # "model/layers/0/mlp/up_proj" -> layer; nn.ModuleDict accepts no "." in a name
+    for name, module in model.named_modules():
+        if name.startswith("model.layers.") and isinstance(module, nn.Linear):
+            smaller = min(module.weight.shape)
+            found = f"--lora {rank} is above {smaller}, the smaller side of {name}.weight"
+            require(rank <= smaller, found, f"--lora {smaller} or less")
+            module.__class__ = FrozenLinear
+            model.linears[name.replace(".", "/")] = module
+    model.forward = operator.call
+    model.compute_dtype = dtype
+    return shard_fn(model.requires_grad_(False).to(dtype))
+
+
+class Adapted(nn.Module):
+    """The model of a role with --lora: adapters over a frozen base, which other roles may share. Its
+    parameters are A and B of every linear layer in the decoder layers, and a critic's head, which computes in
+    fp32. Every rank holds all of them. The base is no submodule, and only the base is sharded.
+
+    base: see `freeze`
+    rank: 0 means no adapters. Then a policy computes what its base computes
+    critic: whether the role is a critic. The first weight of its head is the base's, or else random, as in
+        `load_critic`"""
+
+    def __init__(
+        self, base: PackModel, rank: int, alpha: float, seed: int = 0, critic: bool = False
+    ) -> None:
+        super().__init__()
+        # Without registration: parameters() must leave them out.
+        vars(self).update(base=base, lm_head=getattr(base, "lm_head", None))
+        self.config = base.config
+        random = torch.Generator().manual_seed(seed)
+        self.adapters = nn.ModuleDict()
+        for name, linear in base.linears.items() if rank else ():
+            self.adapters[name] = Adapter(linear, rank, alpha, random)
+        self.score = None
+        if critic:
+            width = base.config.hidden_size
+            has_head = hasattr(base, "score")
+            head = dist.whole(base.score.weight) if has_head else drawn_head(width, seed)
+            self.score = nn.Linear(width, 1, bias=False)
+            self.score.weight = nn.Parameter(head.float())
+
+    def forward(self, pack: Pack, *temperature: float) -> Any:
+        """Returns what Policy.forward or Critic.forward returns. This is the only place where a role chooses
+        its adapters in the base. They stay there, because recomputation in the backward pass needs them."""
+        for name, linear in self.base.linears.items():
+            vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
+        compute = Critic.forward if self.score else Policy.forward
+        return self.base(compute, self, pack, *temperature)
+
+    def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
+        hidden = self.base.hidden_before(pack, at)
+        return hidden.float() if self.score else hidden
+
+    def merge(self, weights: Weights) -> Weights:
+        """Yields the role's weights (name, whole tensor): the base's `weights`, merged with the adapters."""
+        for name, weight in weights:
+            key = name.removesuffix(".weight").replace(".", "/")
+            if key in self.adapters:
+                weight = self.adapters[key].merged(weight)
+            if not self.score or name not in ("lm_head.weight", "score.weight"):
+                yield name, weight
+        if self.score:
+            yield "score.weight", self.score.weight.detach()
 
 
 # --- loading
@@ -782,8 +908,7 @@ def _load(kind, path, device, shard_fn, seed=0):
     state = dict(model.named_parameters())
     if kind is Critic and "score.weight" not in dist.tensors_in(path):
         head = state.pop("score.weight")
-        random = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
+        drawn = drawn_head(model.config.hidden_size, seed)
         part = dist.local(head.detach())  # the only row, or, on most ranks, no row
         part.copy_(drawn[: len(part)])
     dist.load_files(state, path)
@@ -793,6 +918,12 @@ def _load(kind, path, device, shard_fn, seed=0):
             wrong.append(name)
     check_finite(dist.gather_all(wrong), path)
     return model
+
+
+def drawn_head(width: int, seed: int) -> Tensor:
+    """Returns the random weight (1, width) of a new critic's head (see load_critic)."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn((1, width), generator=random) / (width + 1)
 
 
 def check_finite(wrong: list[str], path: str) -> None:

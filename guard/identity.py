@@ -11,6 +11,7 @@ A run has two dicts of facts, name -> value, such as a hash:
     check_unchanged   with a checkpoint, when a run is resumed or starts from the checkpoint
     check_base        with a checkpoint, when a model is exported"""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -73,8 +74,12 @@ def facts_of(
     content |= {f"--eval_data {name}": fingerprint(part) for name, part in held_out.items()}
     read = settings(cfg) | content
     noted = VERSIONS | content  # config.json gets `noted`, so that tools.report can compare runs
+    bases = {}  # path -> hash
     for who in cfg.models:
         path = source_of(who, vars(cfg))
+        if cfg.lora:  # checkpoints have only the adapters
+            bases[path] = bases.get(path) or weights_hash(path)
+            read[f"{who}'s base"] = bases[path]
         read |= model_facts(path, tokenizer, who)
         noted[f"files of the {who}"] = folder_fingerprint(path)
     if cfg.has_ref:
@@ -163,6 +168,16 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = MODEL_FILES) -> str:
     return short_hash(b"".join(blocks))
 
 
+def weights_hash(path: str) -> str:
+    """Returns a hash of all bytes of a folder's weight files. Only rank 0 reads them, at about 1 GB/s. A
+    collective: all ranks must call it."""
+    hashes = b""
+    for file in dist.weight_files(path) if os.environ.get("RANK", "0") == "0" else ():
+        with file.open("rb") as f:
+            hashes += hashlib.file_digest(f, "sha256").digest()
+    return dist.gather(short_hash(hashes))[0]
+
+
 # --- the comparisons
 
 
@@ -224,6 +239,8 @@ def check_base(
     who: policy, critic or ref. source: its base model's folder"""
     read = model_facts(source, tokenizer, who)
     read["chat template"] = template_hash(tokenizer, saved["config"]["template"])
+    if saved["config"].get("lora"):
+        read[f"{who}'s base"] = weights_hash(source)
     was = source_of(who, saved["config"])
     needed = f"--model with the folder that the run started from (was: {was})"
     check_unchanged(path, saved, read, needed)

@@ -42,7 +42,15 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.watch import watch
 from log import Logger
-from model import load_config, load_critic, load_policy, load_tokenizer, resolve
+from model import (
+    Adapted,
+    freeze,
+    load_config,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    resolve,
+)
 from rollout import (
     Sets,
     check_graders,
@@ -221,6 +229,8 @@ def state_of(
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.
     read = saved["read"] | read
+    if cfg.lora:  # ckpt.export merges with the same rounding as the run
+        noted["dtype"] = str(world.dtype).removeprefix("torch.")
     if world.device.type == "cpu":  # another number of threads sums in another order
         noted["threads of a rank"] = torch.get_num_threads()
     return {
@@ -259,7 +269,7 @@ def load_data(
 @dist.phase("start/models")
 def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
-    sharded."""
+    sharded. With --lora, roles that start from the policy's model share its frozen base."""
     cfg = case.cfg
     device = "cpu" if case.offloads else world.device
     load = {
@@ -268,11 +278,23 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
         "ref": load_policy,
     }
     roles = {}
+    bases = {}  # role that loads a base -> base
     for who in cfg.models:
+        path = source_of(who, vars(cfg))
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
             shard = partial(shard, recompute=case.recompute[who])
-        model = load[who](source_of(who, vars(cfg)), device, shard)
+        if cfg.lora:
+            owner = "policy" if path == cfg.model else who
+            if owner not in bases:
+                frozen = partial(freeze, rank=cfg.lora, dtype=world.dtype, shard_fn=shard)
+                bases[owner] = load[owner](path, device, frozen)
+            # The adapters of a reference that never changes would be 0.
+            rank = cfg.lora if who != "ref" or cfg.keeps_ref else 0
+            model = Adapted(bases[owner], rank, cfg.lora_alpha, cfg.seed, who == "critic")
+            model.to(device)
+        else:
+            model = load[who](path, device, shard)
         optimizer = None
         if who == "ref":
             model.requires_grad_(False)
