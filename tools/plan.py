@@ -62,6 +62,7 @@ PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
 START = 35.0  # seconds from the command to the first step, without loading the model
+HASH = 1e9  # bytes/s at which a base's content is hashed (--lora)
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
@@ -147,6 +148,11 @@ class Shape:
         biases = of_attention if self.qkv_bias else 0
         width = of_attention + self.q + 3 * self.inner  # of all matrices together
         return self.hidden * (width + 2) + biases
+
+    def adapters(self, rank: int) -> int:
+        """Number of parameters of the adapters (--lora) of all layers' matrices."""
+        sides = 2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner
+        return self.layers * rank * sides
 
     @property
     def critic_params(self) -> int:
@@ -252,6 +258,22 @@ class Case:
         return {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
 
     @property
+    def trained(self) -> dict[str, int]:
+        """A dict: name of a trained model -> number of parameters that are trained: all, or the adapters."""
+        rank = self.cfg.lora
+        if not rank:
+            return self.params
+        return {name: shape.adapters(rank) for name, shape in self.models.items()}
+
+    def shard(self, name: str) -> float:
+        """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
+        return 4 * self.trained[name] / (1 if self.cfg.lora else self.shards)
+
+    def base(self, name: str) -> float:
+        """Returns the bytes of a rank's shard of a model's frozen base; 0 without --lora."""
+        return self.number * self.params[name] / self.shards if self.cfg.lora else 0
+
+    @property
     def timed(self) -> bool:
         """Whether the GPU's speeds are known."""
         return self.gpu is not None and self.gpu.flops > 0
@@ -262,6 +284,11 @@ class Case:
         usual = "bfloat16" if self.gpu else "float32"
         dtype = self.cfg.dtype.replace("auto", usual)
         return 2 if dtype == "bfloat16" else 4
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of one weight that is not trained."""
+        return self.number if self.cfg.lora else 4
 
     @property
     def capacity(self) -> float:
@@ -312,10 +339,15 @@ class Case:
     @property
     def state(self) -> float:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
-        whole = STATE_BYTES * sum(self.params.values())
-        if self.cfg.has_ref:
-            whole += 4 * self.shapes[2].policy_params
-        return whole / self.shards
+        cfg = self.cfg
+        trained = 3 * sum(map(self.shard, self.params))
+        ref = self.shapes[2].policy_params / self.shards
+        if not cfg.lora:
+            return trained + self.fixed * ref * cfg.has_ref
+        # Without flags for other models, the policy's base serves all roles.
+        bases = self.base("policy") + self.fixed * ref * bool(cfg.ref_model)
+        bases += self.base("critic") if cfg.critic_model else 0
+        return trained + bases + self.shard("policy") * cfg.keeps_ref
 
     @property
     def engine_sleeps(self) -> bool:
@@ -346,7 +378,10 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        return {name: recomputed_layers(self, name) for name in self.models}
+        counts = {name: recomputed_layers(self, name) for name in self.models}
+        if self.cfg.lora and not self.cfg.critic_model:  # with one base
+            counts = dict.fromkeys(counts, max(counts.values()))
+        return counts
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -513,12 +548,20 @@ def _update_instants(case, name, recompute):
     working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
     gathered = b * root
+    layer = b * shape.layer
     if case.shards == 1:
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
-        gathered += b * shape.layer * (shape.layers - recompute)
-    shard = 4 * params / case.shards
+        gathered += layer * (shape.layers - recompute)
+    gradient = 4  # bytes of a weight's gradient before it is reduced
+    if case.cfg.lora:
+        gradient = 0
+        head = 0
+        if case.shards == 1:  # the base has no copies
+            gathered = 0
+            layer = 0
+    shard = case.shard(name)
     at_rest = _asleep(case) | {
-        "weights": shard,
+        "weights": shard + case.base(name),
         "gradients": shard,
         "AdamW": 2 * shard,
         "allocator": _allocator_loss(case, shape, root, logits, activations),
@@ -534,9 +577,9 @@ def _update_instants(case, name, recompute):
     # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and of
     #    layer i + 1 (in fp32).
     of_layer = {
-        "gathered weights": gathered + b * shape.layer,
+        "gathered weights": gathered + layer,
         "activations": activations + working,
-        "whole gradients": b * head + 4 * shape.layer,
+        "whole gradients": b * head + gradient * shape.layer,
     }
     # 3. AdamW's step, with temporary memory of the size of the weight shards.
     of_step = {"AdamW's step": shard}
@@ -583,7 +626,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     largest = max(root, policy.layer)
     copies = 2 + 1 / case.shards if case.shards > 1 else 2
     sync = {
-        "weights": 4 * params / case.shards,
+        "weights": case.shard("policy") + case.base("policy"),
         "gathered weights": case.number * largest * copies,
         "engine weights": case.engine_weights,
     }
@@ -598,7 +641,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         _, of_a_layer = _per_token(case, shape, shape.layers)
         root_and_layer = shape.policy_params - (shape.layers - 1) * shape.layer
         ref = {
-            "weights": 4 * shape.policy_params / case.shards,
+            "weights": case.fixed * shape.policy_params / case.shards,
             "activations": tokens * of_a_layer,
             "gathered weights": case.number * root_and_layer,
             "logits": _logits(case, shape.vocab, tokens),
@@ -649,10 +692,10 @@ def host_memory() -> float:
 def host_need(case: Case) -> dict[str, float]:
     """Returns a dict: item -> bytes of host memory of one rank. But the item "machine" is the host memory of
     all ranks of a machine."""
-    checkpoint = disk(case.cfg, **case.params)["disk, a checkpoint"]
+    copy = 3 * sum(map(case.shard, case.params)) + case.shard("policy") * case.cfg.keeps_ref
     rank = {
         "rank's waiting state": case.state if case.offloads else 0,
-        "rank's checkpoint copy": checkpoint / case.shards,
+        "rank's checkpoint copy": copy,
         "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
     }
     of_rank = sum(rank.values())
@@ -662,13 +705,14 @@ def host_need(case: Case) -> dict[str, float]:
     return rank | {"machine": case.local * of_rank}
 
 
-def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
+def disk(case: Case) -> dict[str, int]:
     """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
-    checkpoints with the exports. policy, critic: numbers of parameters"""
-    checkpoint = STATE_BYTES * (policy + critic)
-    exports = 2 * (policy + critic)
+    checkpoints with the exports."""
+    cfg = case.cfg
+    checkpoint = STATE_BYTES * sum(case.trained.values())
+    exports = 2 * sum(case.params.values())
     if cfg.keeps_ref:
-        checkpoint += 4 * policy
+        checkpoint += 4 * case.trained["policy"]
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {
@@ -718,12 +762,15 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     copies = case.world // case.shards
     all_nodes = -(-case.world // case.local)
     layers = case.number * shape.layers * shape.layer
-    shard = 4 * params / case.shards
+    reduced = 4 * params
+    if case.cfg.lora:  # every rank holds all adapters
+        reduced = 0
+        copies = case.world
     return {
         "forward": sent(case.number * params, case.shards, nodes),
         "backward": sent(layers, case.shards, nodes),
-        "reduce": sent(4 * params, case.shards, nodes),
-        "all-reduce": sent(shard, copies, min(copies, all_nodes), times=2),
+        "reduce": sent(reduced, case.shards, nodes),
+        "all-reduce": sent(case.shard(name), copies, min(copies, all_nodes), times=2),
     }
 
 
@@ -779,10 +826,11 @@ def _passes(case, name, prompt, response):
     of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
     host = shape.layers * of_layer
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
-    # backward pass costs two forward passes, and one more in each recomputed layer.
+    # backward pass costs two forward passes, or one if the weights are frozen, and one more in each
+    # recomputed layer.
     forward = max(device, host / 3)
     recomputed = case.recompute[name]
-    device_back = device * (2 + recomputed / shape.layers)
+    device_back = device * (2 - bool(cfg.lora) + recomputed / shape.layers)
     backward = max(device_back, host * 2 / 3 + recomputed * RECOMPUTE_HOST)
     if name == "policy":
         of_head = _head_seconds(case, shape, tokens * response / length / packs)
@@ -845,13 +893,13 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
 
 
 def _moved_bytes(case, phase):
-    """Returns how many bytes of all weights and optimizer state move between host and device in the phase, if
-    the run offloads."""
+    """Returns how many bytes of a rank's weights and optimizer state move between host and device in the
+    phase, if the run offloads."""
     if phase in case.models:  # moves with its optimizer's state, to the device and back
-        return 2 * STATE_BYTES * case.params[phase]
+        return 6 * case.shard(phase) + case.base(phase)
     if phase in ("sync", "old_logp"):
-        return 4 * case.params["policy"]
-    return 4 * case.shapes[2].policy_params if phase == "ref" else 0
+        return case.shard("policy") + case.base("policy")
+    return case.fixed * case.shapes[2].policy_params / case.shards if phase == "ref" else 0
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -876,17 +924,19 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     phases["policy"] = training
     if case.offloads:
         for phase in phases:
-            moved = _moved_bytes(case, phase) / case.shards
-            phases[phase] += moved / HOST_COPY
+            phases[phase] += _moved_bytes(case, phase) / HOST_COPY
     return phases | {"step": sum(phases.values())}
 
 
 def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
-    read = case.number * sum(case.params.values()) / case.shards
+    read = case.number * sum(case.params.values()) / case.shards / LOAD
+    if case.cfg.lora:  # one base is read, and rank 0 hashes all its bytes
+        whole = case.number * case.params["policy"]
+        read = whole / case.shards / LOAD + whole / HASH
     pinned = case.state if case.offloads else 0.0
-    return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
+    return {"start": START + read, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?
@@ -1014,7 +1064,7 @@ def plan_of(case: Case) -> Plan:
     for phase, usage in memory(case):
         if phase not in peaks or usage["total"] > peaks[phase]["total"]:
             peaks[phase] = usage
-    needs = host_need(case) | disk(cfg, **case.params)
+    needs = host_need(case) | disk(case)
     models = {name: _model_rows(case, name, steps) for name in case.models}
     assumed = f"{ASSUMED_PROMPTS:,} (assumed)"
     plan = {
@@ -1080,6 +1130,7 @@ def _model_rows(case, name, steps):
     frozen = cfg.freeze_policy_steps if name == "policy" else 0
     return {
         "parameters": case.params[name],
+        "trained parameters": case.trained[name],
         "updates": (steps - frozen) * cfg.passes_per_step * updates,
         "samples an update": cfg.samples_per_step / updates,
         "layers recomputed": case.recompute[name] or "none",
