@@ -541,7 +541,6 @@ def read_state(folder: Path) -> Facts:
     needed = f"an older checkpoint (move {folder} away and type the same command)"
     require(not bad, bad, needed)
     state = read_json(folder / "state.json", {"step": int})
-    state["read"] = {"lora": 0} | state.get("read", {})  # older checkpoints have no --lora
     own = step_folder(folder.parent.parent, state["step"]).name
     require(
         folder.name == own or not STEP.fullmatch(folder.name),
@@ -720,18 +719,18 @@ def _save_config(folder, model, tokenizer, source, facts):
 def write_adapter(folder: Path, model: Adapted, source: str) -> None:
     """Writes the adapters of a policy to a folder in the format of PEFT. source: folder of the base"""
     state = {}
-    for name, adapter in model.adapters.items():
+    for name, pair in model.adapters.items():
         name = name.replace("/", ".")
-        for matrix, weight in adapter.named_parameters():
+        for matrix, weight in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
     save_file(state, folder / "adapter_model.safetensors", {"format": "pt"})
-    rank = len(adapter.A)
+    rank = len(pair[0])
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
         "r": rank,
-        "lora_alpha": adapter.scale * rank,
+        "lora_alpha": model.scale * rank,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
@@ -780,8 +779,18 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         tokenizer = load_tokenizer(base or config["model"])
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
-        load = load_adapted if config["lora"] else load_whole
-        model, weights = load(path, who, source, saved)
+        if config["lora"]:
+            model = load_adapted(path, who, source, config)
+            weights = dist.full_weights(model)
+        else:
+            kind = Critic if who == "critic" else Policy
+            with torch.device("meta"):
+                model = kind(load_config(source))
+            weights = {}
+            for name, p in model.named_parameters():
+                weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
+            dist.load_files({who: weights}, path)
+            weights = weights.items()
     facts = marker(run.absolute(), saved["step"], who, saved)
     if what == "adapter":
         write_export(out, partial(write_adapter, model=model, source=source), facts)
@@ -790,30 +799,14 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
     show(f"{out}: the {what} after {saved['step']} steps")
 
 
-def load_whole(path: Path, who: str, source: str, saved: Facts) -> tuple[nn.Module, dist.Weights]:
-    """Returns a checkpoint's model without memory, and its weights in bf16.
-
-    source: folder of the base model. saved: content of state.json"""
-    kind = Critic if who == "critic" else Policy
-    with torch.device("meta"):
-        model = kind(load_config(source))
-    weights = {}
-    for name, p in model.named_parameters():
-        weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
-    dist.load_files({who: weights}, path)
-    return model, weights.items()
-
-
-def load_adapted(path: Path, who: str, source: str, saved: Facts) -> tuple[Adapted, dist.Weights]:
-    """Like `load_whole`, for a run with --lora. The adapters are merged with the same rounding as in the
-    run."""
-    config = saved["config"]
+def load_adapted(path: Path, who: str, source: str, config: Facts) -> Adapted:
+    """Returns a model of a checkpoint with adapters. config: the run's. source: folder of the base"""
     load = load_critic if who == "critic" else load_policy
-    dtype = getattr(torch, saved["noted"]["dtype"])
-    base = load(source, shard_fn=partial(freeze, rank=config["lora"], dtype=dtype))
+    frozen = partial(freeze, dtype=load_config(source).dtype or torch.float32)
+    base = load(source, shard_fn=frozen)
     model = Adapted(base, config["lora"], config["lora_alpha"], critic=who == "critic")
     dist.load_files({who: dist.tensors_of(model, None)}, path)
-    return model, dist.full_weights(model)
+    return model
 
 
 def main(argv: list[str]) -> None:

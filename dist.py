@@ -321,28 +321,15 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
     reshard_all(model)
-    if base_of(model) is not model:
-        sum_gradients(model)
-
-
-def base_of(model: nn.Module) -> nn.Module:
-    """Returns the frozen base of a model.Adapted (--lora), and any other model itself. Only the base is
-    sharded."""
-    return getattr(model, "base", model)
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Sum the gradients of a model that every rank holds whole. One all-reduce for all parameters."""
-    if not td.is_initialized() or td.get_world_size() == 1:
-        return
-    grads = [p.grad for p in model.parameters()]
-    whole = nn.utils.parameters_to_vector(grads)
-    td.all_reduce(whole)
-    nn.utils.vector_to_parameters(whole, grads)
+    if model.base is not model:
+        grads = [p.grad for p in model.parameters()]
+        flat = nn.utils.parameters_to_vector(grads)
+        td.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat, grads)
 
 
 def reshard_all(model: nn.Module) -> None:
-    model = base_of(model)
+    model = model.base
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -359,25 +346,22 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
-    with on_device(model, None, device):
-        weights = gathered(base_of(model))
-        yield from weights if base_of(model) is model else model.merge(weights)
-
-
-def gathered(model: nn.Module) -> Weights:
-    """Yields (name, whole tensor) as `full_weights` does, of a model on its device and without adapters."""
+    if model.base is not model:
+        yield from model.merge(full_weights(model.base, device))
+        return
     groups = {"": model}
     for i, layer in enumerate(model.model.layers):
         groups[f"model.layers.{i}."] = layer
     sharded = isinstance(model, FSDPModule)
-    for prefix, group in groups.items():
-        if sharded:
-            group.unshard()
-        for name, param in group.named_parameters():
-            if prefix or not name.startswith("model.layers."):
-                yield prefix + name, param.detach().to(model.compute_dtype)
-        if sharded:
-            group.reshard()
+    with on_device(model, None, device):
+        for prefix, group in groups.items():
+            if sharded:
+                group.unshard()
+            for name, param in group.named_parameters():
+                if prefix or not name.startswith("model.layers."):
+                    yield prefix + name, param.detach().to(model.compute_dtype)
+            if sharded:
+                group.reshard()
 
 
 @contextlib.contextmanager
@@ -387,7 +371,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     inside, because changes are not copied to the host."""
     on_gpu = torch.device(device).type == "cuda"
     moved = {}
-    for part, states in {base_of(model): None, model: optimizer}.items():
+    for part, states in {model.base: None, model: optimizer}.items():
         if on_gpu and any(p.device.type == "cpu" for p in part.parameters()):
             moved[part] = states
             to_device(part, states, device)

@@ -342,7 +342,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
         rows = targets, lse, entropy, g_logp, g_entropy
         g_hidden = torch.empty_like(hidden)
-        g_weight = None  # a frozen output layer (--lora) has no gradient
+        g_weight = None  # for a frozen output layer (--lora)
         if ctx.needs_input_grad[1]:
             g_weight = torch.zeros_like(weight, dtype=torch.float32)
         for c in reversed(chunks(hidden, weight)):
@@ -356,9 +356,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             if g_weight is not None:
                 add_product(g_weight, g.t(), hidden[c])
             del g
-        if g_weight is not None:
-            g_weight = g_weight.to(weight.dtype)
-        return g_hidden, g_weight, None, None
+        return g_hidden, g_weight, None, None  # torch casts the fp32 gradient to the weight's dtype
 
 
 def log_probs(
@@ -486,6 +484,11 @@ class PackModel(nn.Module):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
             if hasattr(module, "down_proj"):
                 module.forward = partial(gated_mlp, module)
+
+    @property
+    def base(self) -> "PackModel":
+        """The model that FSDP shards: this model. With --lora, Adapted has another."""
+        return self
 
     def tie(self) -> None:
         """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
@@ -645,7 +648,8 @@ class Critic(PackModel):
         """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false."""
         at = pack.loss_tokens
         hidden = self.hidden_before(pack, at)
-        value = self.score(hidden)[:, 0].float()
+        # With --lora, the head is in fp32, and the hidden states may be in bf16.
+        value = self.score(hidden.to(self.score.weight.dtype))[:, 0].float()
         zero = value.new_zeros(len(pack.tokens))
         return zero.index_put((at,), value)
 
@@ -654,112 +658,91 @@ class Critic(PackModel):
 
 
 class FrozenLinear(nn.Linear):
-    """A frozen linear layer. Returns x Wᵀ + bias, and with an adapter also the adapter's term."""
+    """A frozen linear layer with LoRA (arXiv 2106.09685, section 4.1). Returns x Wᵀ + bias + scale (x Aᵀ) Bᵀ,
+    or without an adapter x Wᵀ + bias. Adapted.forward sets `adapter` (A and B) and `scale`."""
 
-    adapter = None  # Adapted.forward chooses it
+    adapter = None
 
     def forward(self, x: Tensor, project: Callable = F.linear) -> Tensor:
         y = project(x, self.weight, self.bias)
-        return y + self.adapter(x, project) if self.adapter else y
-
-
-class Adapter(nn.Module):
-    """LoRA (arXiv 2106.09685, section 4.1): the term (alpha / R) (x Aᵀ) Bᵀ of a linear layer (out, in), with
-    A (R, in) and B (out, R) in fp32. At the start, A is Kaiming-uniform, as in PEFT, and B is 0."""
-
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, random: torch.Generator) -> None:
-        super().__init__()
-        self.scale = alpha / rank
-        bound = linear.in_features**-0.5
-        a = torch.empty(rank, linear.in_features).uniform_(-bound, bound, generator=random)
-        self.A = nn.Parameter(a)
-        self.B = nn.Parameter(torch.zeros(linear.out_features, rank))
-
-    def forward(self, x: Tensor, project: Callable) -> Tensor:
-        low = self.scale * project(x, self.A.to(x.dtype), None)
-        return F.linear(low, self.B.to(x.dtype))
-
-    @torch.no_grad()
-    def merged(self, weight: Tensor) -> Tensor:
-        """Returns weight (out, in) + (alpha / R) B A, computed in fp32 and rounded once."""
-        return weight.float().addmm(self.B, self.A, alpha=self.scale).to(weight.dtype)
+        if self.adapter is None:
+            return y
+        a, b = self.adapter
+        low = self.scale * project(x, a.to(x.dtype), None)
+        return y + F.linear(low, b.to(x.dtype))
 
 
 def freeze(
-    model: PackModel,
-    rank: int,
-    dtype: torch.dtype,
-    shard_fn: Callable = lambda model: model,
+    model: PackModel, dtype: torch.dtype, shard_fn: Callable = lambda model: model
 ) -> PackModel:
-    """Turns a model into a frozen base for adapters, with weights in `dtype`. Returns shard_fn(model). Raises
-    UserError if the rank of the adapters is above the smaller side of a matrix.
+    """Turns a model without memory into a frozen base with weights in `dtype`. Returns shard_fn(model).
 
-    The forward pass of a base calls its first argument with the others (see Adapted). So every role computes
-    inside FSDP's hooks of the base."""
-    model.linears = {}  # "model/layers/0/mlp/up_proj" -> layer; nn.ModuleDict accepts no "." in a name
+    The forward pass of a base calls its first argument with the others. So every role computes inside FSDP's
+    hooks of the base (see Adapted)."""
+    model.linears = {}  # such as "model/layers/0/mlp/up_proj"; nn.ModuleDict accepts no "." in a name
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
-            smaller = min(module.weight.shape)
-            found = f"--lora {rank} is above {smaller}, the smaller side of {name}.weight"
-            require(rank <= smaller, found, f"--lora {smaller} or less")
             module.__class__ = FrozenLinear
             model.linears[name.replace(".", "/")] = module
     model.forward = operator.call
-    model.compute_dtype = dtype
     return shard_fn(model.requires_grad_(False).to(dtype))
 
 
 class Adapted(nn.Module):
-    """The model of a role with --lora: adapters over a frozen base, which other roles may share. Its
-    parameters are A and B of every linear layer in the decoder layers, and a critic's head, which computes in
-    fp32. Every rank holds all of them. The base is no submodule, and only the base is sharded.
+    """The model of a role with --lora: adapters over a frozen base, which several roles may share.
+
+    Its parameters are in fp32, and every rank holds all of them: A (rank, in) and B (out, rank) for every
+    linear layer (out, in) of the decoder layers, and a critic's head. At the start, A is Kaiming-uniform, as
+    in PEFT, and B is 0. The base is no submodule. Only the base is sharded.
 
     base: see `freeze`
-    rank: 0 means no adapters. Then a policy computes what its base computes
-    critic: whether the role is a critic. The first weight of its head is the base's, or else random, as in
-        `load_critic`"""
+    critic: whether the role is a critic. Its head begins with the weight of the base's head, if the base is a
+        critic, or else as in `load_critic`"""
 
     def __init__(
         self, base: PackModel, rank: int, alpha: float, seed: int = 0, critic: bool = False
     ) -> None:
         super().__init__()
-        # Without registration: parameters() must leave them out.
-        vars(self).update(base=base, lm_head=getattr(base, "lm_head", None))
+        vars(self).update(base=base, hidden_before=base.hidden_before)
         self.config = base.config
+        self.scale = alpha / rank
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
-        for name, linear in base.linears.items() if rank else ():
-            self.adapters[name] = Adapter(linear, rank, alpha, random)
+        for name, linear in base.linears.items():
+            a = torch.empty(rank, linear.in_features)
+            nn.init.kaiming_uniform_(a, 5**0.5, generator=random)
+            b = torch.zeros(linear.out_features, rank)
+            self.adapters[name] = nn.ParameterList([a, b])
         self.score = None
         if critic:
             width = base.config.hidden_size
-            has_head = hasattr(base, "score")
-            head = dist.whole(base.score.weight) if has_head else drawn_head(width, seed)
+            head = base.score.weight if hasattr(base, "score") else drawn_head(width, seed)
             self.score = nn.Linear(width, 1, bias=False)
-            self.score.weight = nn.Parameter(head.float())
+            self.score.weight.data.copy_(dist.whole(head))
 
     def forward(self, pack: Pack, *temperature: float) -> Any:
-        """Returns what Policy.forward or Critic.forward returns. This is the only place where a role chooses
-        its adapters in the base. They stay there, because recomputation in the backward pass needs them."""
+        """Returns what Policy.forward or Critic.forward returns. This is the only place where a role puts its
+        adapters into the base. They stay there, because recomputation in the backward pass needs them."""
         for name, linear in self.base.linears.items():
-            vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
-        compute = Critic.forward if self.score else Policy.forward
-        return self.base(compute, self, pack, *temperature)
+            adapter = self.adapters[name] if name in self.adapters else None
+            vars(linear).update(adapter=adapter, scale=self.scale)
+        if self.score:
+            return self.base(Critic.forward, self, pack)
+        return self.base(Policy.forward, self.base, pack, *temperature)
 
-    def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        hidden = self.base.hidden_before(pack, at)
-        return hidden.float() if self.score else hidden
-
+    @torch.no_grad()
     def merge(self, weights: Weights) -> Weights:
-        """Yields the role's weights (name, whole tensor): the base's `weights`, merged with the adapters."""
+        """Yields the weights (name, whole tensor) of the role: those of the base, and W + scale B A, computed
+        in fp32 and rounded once, in place of W."""
         for name, weight in weights:
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
-                weight = self.adapters[key].merged(weight)
-            if not self.score or name not in ("lm_head.weight", "score.weight"):
+                a, b = (x.to(weight.device) for x in self.adapters[key])
+                weight = weight.float().addmm(b, a, alpha=self.scale).to(weight.dtype)
+            if name.startswith("model.") or not self.score:
                 yield name, weight
         if self.score:
-            yield "score.weight", self.score.weight.detach()
+            yield "score.weight", self.score.weight
 
 
 # --- loading

@@ -229,8 +229,6 @@ def state_of(
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.
     read = saved["read"] | read
-    if cfg.lora:  # ckpt.export merges with the same rounding as the run
-        noted["dtype"] = str(world.dtype).removeprefix("torch.")
     if world.device.type == "cpu":  # another number of threads sums in another order
         noted["threads of a rank"] = torch.get_num_threads()
     return {
@@ -287,12 +285,12 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
         if cfg.lora:
             owner = "policy" if path == cfg.model else who
             if owner not in bases:
-                frozen = partial(freeze, rank=cfg.lora, dtype=world.dtype, shard_fn=shard)
+                frozen = partial(freeze, dtype=world.dtype, shard_fn=shard)
                 bases[owner] = load[owner](path, device, frozen)
-            # The adapters of a reference that never changes would be 0.
-            rank = cfg.lora if who != "ref" or cfg.keeps_ref else 0
-            model = Adapted(bases[owner], rank, cfg.lora_alpha, cfg.seed, who == "critic")
-            model.to(device)
+            adapters = (cfg.lora, cfg.lora_alpha, cfg.seed)
+            model = Adapted(bases[owner], *adapters, who == "critic").to(device)
+            if who == "ref" and not cfg.keeps_ref:
+                model.adapters.clear()  # they would stay 0
         else:
             model = load[who](path, device, shard)
         optimizer = None

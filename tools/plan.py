@@ -243,6 +243,12 @@ class Case:
 
     def __post_init__(self) -> None:
         """Replace `auto` in --shard_ranks and --offload, and --pack_len 0 (see `settle`)."""
+        smaller = min(self.shapes[0].kv, self.shapes[0].hidden, self.shapes[0].inner)
+        require(
+            self.cfg.lora <= smaller,
+            f"--lora {self.cfg.lora} is above {smaller}, the smaller side of a layer's matrix",
+            f"--lora {smaller} or less",
+        )
         self.cfg = settle(self)
 
     @property
@@ -378,10 +384,9 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        counts = {name: recomputed_layers(self, name) for name in self.models}
-        if self.cfg.lora and not self.cfg.critic_model:  # with one base
-            counts = dict.fromkeys(counts, max(counts.values()))
-        return counts
+        # The policy needs more memory than a critic with the same base.
+        shared = self.cfg.lora and not self.cfg.critic_model
+        return {name: recomputed_layers(self, "policy" if shared else name) for name in self.models}
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -931,12 +936,10 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
-    read = case.number * sum(case.params.values()) / case.shards / LOAD
-    if case.cfg.lora:  # one base is read, and rank 0 hashes all its bytes
-        whole = case.number * case.params["policy"]
-        read = whole / case.shards / LOAD + whole / HASH
+    read = case.number * sum(case.params.values()) / case.shards
+    hashed = case.base("policy") * case.shards  # by rank 0
     pinned = case.state if case.offloads else 0.0
-    return {"start": START + read, "first step, longer by": pinned / PIN}
+    return {"start": START + read / LOAD + hashed / HASH, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?
