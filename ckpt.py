@@ -716,21 +716,23 @@ def _save_config(folder, model, tokenizer, source, facts):
         shutil.copyfile(generation, folder / generation.name)
 
 
-def write_adapter(folder: Path, model: Adapted, source: str) -> None:
-    """Writes the adapters of a policy to a folder in the format of PEFT. source: folder of the base"""
+def write_adapter(folder: Path, model: Adapted, source: str, config: Facts) -> None:
+    """Writes a policy's adapters to a folder in the format of PEFT.
+
+    source: folder of the base
+    config: the fields of Config"""
     state = {}
     for name, pair in model.adapters.items():
         name = name.replace("/", ".")
         for matrix, weight in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
     save_file(state, folder / "adapter_model.safetensors", {"format": "pt"})
-    rank = len(pair[0])
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
-        "r": rank,
-        "lora_alpha": model.scale * rank,
+        "r": config["lora"],
+        "lora_alpha": config["lora_alpha"],
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
@@ -770,43 +772,32 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
     who = what.replace("adapter", "policy")
     with hold(path):
         saved = read_state(path)
-        config = {"lora": 0} | saved["config"]
-        whole = f"without the word adapter: {path} is of a run without --lora"
-        require(config["lora"] or what == who, f"{path} has no adapters", whole)
-        models = ", ".join(saved["models"])
-        require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
+        config = saved["config"]
+        lora = config.get("lora", 0)
+        known = saved["models"] + ["adapter"] * (lora > 0)
+        require(what in known, f"{path} has no {what}", f"one of {', '.join(known)}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
-        if config["lora"]:
-            model = load_adapted(path, who, source, config)
-            weights = dist.full_weights(model)
+        settings = load_config(source)
+        if lora:
+            dtype = settings.dtype or torch.float32
+            frozen = partial(freeze, rank=lora, alpha=config["lora_alpha"], dtype=dtype)
+            load = load_critic if who == "critic" else load_policy
+            model = Adapted(load(source, shard_fn=frozen), critic=who == "critic")
         else:
             kind = Critic if who == "critic" else Policy
             with torch.device("meta"):
-                model = kind(load_config(source))
-            weights = {}
-            for name, p in model.named_parameters():
-                weights[name] = torch.empty(p.shape, dtype=torch.bfloat16)
-            dist.load_files({who: weights}, path)
-            weights = weights.items()
+                model = kind(settings).to(torch.bfloat16)
+            model.allocate("cpu")
+        dist.load_files({who: dist.tensors_of(model, None)}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     if what == "adapter":
-        write_export(out, partial(write_adapter, model=model, source=source), facts)
+        write_export(out, partial(write_adapter, model=model, source=source, config=config), facts)
     else:
-        export_hf(weights, model, tokenizer, source, out, facts)
+        export_hf(dist.full_weights(model), model, tokenizer, source, out, facts)
     show(f"{out}: the {what} after {saved['step']} steps")
-
-
-def load_adapted(path: Path, who: str, source: str, config: Facts) -> Adapted:
-    """Returns a model of a checkpoint with adapters. config: the run's. source: folder of the base"""
-    load = load_critic if who == "critic" else load_policy
-    frozen = partial(freeze, dtype=load_config(source).dtype or torch.float32)
-    base = load(source, shard_fn=frozen)
-    model = Adapted(base, config["lora"], config["lora_alpha"], critic=who == "critic")
-    dist.load_files({who: dist.tensors_of(model, None)}, path)
-    return model
 
 
 def main(argv: list[str]) -> None:

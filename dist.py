@@ -315,17 +315,15 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     asks for the next pack. Every rank must have the same number of packs.
 
     With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
-    pass. This saves communication. The gradients of adapters (--lora) are summed once, after all packs."""
+    pass. This saves communication. The gradients of adapters (--lora) are summed only after the last pack."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
     reshard_all(model)
     if model.base is not model:
-        grads = [p.grad for p in model.parameters()]
-        flat = nn.utils.parameters_to_vector(grads)
-        td.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat, grads)
+        for p in model.parameters():
+            td.all_reduce(p.grad)
 
 
 def reshard_all(model: nn.Module) -> None:

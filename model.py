@@ -604,14 +604,12 @@ class DownProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
-        g_weight = None
-        g_bias = None
         rows = g.flatten(0, -2)
+        g_weight = None  # for a frozen weight (--lora)
         if ctx.needs_input_grad[4]:
             product = gated(ctx.act, gate, up).flatten(0, -2)
             g_weight = rows.t() @ product
-        if ctx.has_bias and ctx.needs_input_grad[5]:
-            g_bias = rows.sum(0)
+        g_bias = rows.sum(0) if ctx.has_bias else None
         return None, None, None, g @ weight, g_weight, g_bias
 
 
@@ -659,7 +657,7 @@ class Critic(PackModel):
 
 class FrozenLinear(nn.Linear):
     """A frozen linear layer with LoRA (arXiv 2106.09685, section 4.1). Returns x Wᵀ + bias + scale (x Aᵀ) Bᵀ,
-    or without an adapter x Wᵀ + bias. Adapted.forward sets `adapter` (A and B) and `scale`."""
+    or without an adapter x Wᵀ + bias. `freeze` sets `scale`. Adapted.forward sets `adapter`: A and B."""
 
     adapter = None
 
@@ -672,20 +670,24 @@ class FrozenLinear(nn.Linear):
         return y + F.linear(low, b.to(x.dtype))
 
 
-def freeze(
-    model: PackModel, dtype: torch.dtype, shard_fn: Callable = lambda model: model
-) -> PackModel:
-    """Turns a model without memory into a frozen base with weights in `dtype`. Returns shard_fn(model).
+def freeze(model: PackModel, rank: int, alpha: float, dtype: torch.dtype) -> PackModel:
+    """Turns a model without memory into a frozen base for adapters, with weights in `dtype`, and returns it.
+    Raises UserError if the rank is above the smaller side of a matrix.
 
     The forward pass of a base calls its first argument with the others. So every role computes inside FSDP's
     hooks of the base (see Adapted)."""
+    model.rank = rank
     model.linears = {}  # such as "model/layers/0/mlp/up_proj"; nn.ModuleDict accepts no "." in a name
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
+            most = min(module.weight.shape)
+            found = f"--lora {rank} is above {most}, the smaller side of {name}"
+            require(rank <= most, found, f"--lora {most} or less")
             module.__class__ = FrozenLinear
+            module.scale = alpha / rank
             model.linears[name.replace(".", "/")] = module
     model.forward = operator.call
-    return shard_fn(model.requires_grad_(False).to(dtype))
+    return model.requires_grad_(False).to(dtype)
 
 
 class Adapted(nn.Module):
@@ -697,48 +699,46 @@ class Adapted(nn.Module):
 
     base: see `freeze`
     critic: whether the role is a critic. Its head begins with the weight of the base's head, if the base is a
-        critic, or else as in `load_critic`"""
+        critic, or else at random, as in `load_critic`"""
 
-    def __init__(
-        self, base: PackModel, rank: int, alpha: float, seed: int = 0, critic: bool = False
-    ) -> None:
+    def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
         super().__init__()
         vars(self).update(base=base, hidden_before=base.hidden_before)
         self.config = base.config
-        self.scale = alpha / rank
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
         for name, linear in base.linears.items():
-            a = torch.empty(rank, linear.in_features)
+            a = torch.empty(base.rank, linear.in_features)
             nn.init.kaiming_uniform_(a, 5**0.5, generator=random)
-            b = torch.zeros(linear.out_features, rank)
+            b = torch.zeros(linear.out_features, base.rank)
             self.adapters[name] = nn.ParameterList([a, b])
         self.score = None
         if critic:
             width = base.config.hidden_size
-            head = base.score.weight if hasattr(base, "score") else drawn_head(width, seed)
             self.score = nn.Linear(width, 1, bias=False)
-            self.score.weight.data.copy_(dist.whole(head))
+            nn.init.normal_(self.score.weight, 0, 1 / (width + 1), generator=random)
+            if hasattr(base, "score"):
+                self.score.weight.data.copy_(dist.whole(base.score.weight))
 
     def forward(self, pack: Pack, *temperature: float) -> Any:
         """Returns what Policy.forward or Critic.forward returns. This is the only place where a role puts its
         adapters into the base. They stay there, because recomputation in the backward pass needs them."""
         for name, linear in self.base.linears.items():
-            adapter = self.adapters[name] if name in self.adapters else None
-            vars(linear).update(adapter=adapter, scale=self.scale)
+            vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
         if self.score:
             return self.base(Critic.forward, self, pack)
         return self.base(Policy.forward, self.base, pack, *temperature)
 
     @torch.no_grad()
     def merge(self, weights: Weights) -> Weights:
-        """Yields the weights (name, whole tensor) of the role: those of the base, and W + scale B A, computed
-        in fp32 and rounded once, in place of W."""
+        """Yields the role's weights (name, whole tensor): those of the base, but W + scale B A in place of W,
+        computed in fp32 and rounded once."""
         for name, weight in weights:
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
                 a, b = (x.to(weight.device) for x in self.adapters[key])
-                weight = weight.float().addmm(b, a, alpha=self.scale).to(weight.dtype)
+                scale = self.base.linears[key].scale
+                weight = weight.float().addmm(b, a, alpha=scale).to(weight.dtype)
             if name.startswith("model.") or not self.score:
                 yield name, weight
         if self.score:
@@ -891,7 +891,8 @@ def _load(kind, path, device, shard_fn, seed=0):
     state = dict(model.named_parameters())
     if kind is Critic and "score.weight" not in dist.tensors_in(path):
         head = state.pop("score.weight")
-        drawn = drawn_head(model.config.hidden_size, seed)
+        random = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
         part = dist.local(head.detach())  # the only row, or, on most ranks, no row
         part.copy_(drawn[: len(part)])
     dist.load_files(state, path)
@@ -901,12 +902,6 @@ def _load(kind, path, device, shard_fn, seed=0):
             wrong.append(name)
     check_finite(dist.gather_all(wrong), path)
     return model
-
-
-def drawn_head(width: int, seed: int) -> Tensor:
-    """Returns the random weight (1, width) of a new critic's head (see load_critic)."""
-    random = torch.Generator().manual_seed(seed)
-    return torch.randn((1, width), generator=random) / (width + 1)
 
 
 def check_finite(wrong: list[str], path: str) -> None:

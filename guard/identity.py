@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,9 @@ def facts_of(
     content |= {f"--eval_data {name}": fingerprint(part) for name, part in held_out.items()}
     read = settings(cfg) | content
     noted = VERSIONS | content  # config.json gets `noted`, so that tools.report can compare runs
-    bases = {}  # path -> hash
     for who in cfg.models:
         path = source_of(who, vars(cfg))
-        if cfg.lora:  # checkpoints have only the adapters
-            bases[path] = bases.get(path) or weights_hash(path)
-            read[f"{who}'s base"] = bases[path]
-        read |= model_facts(path, tokenizer, who)
+        read |= model_facts(path, tokenizer, who, cfg.lora)
         noted[f"files of the {who}"] = folder_fingerprint(path)
     if cfg.has_ref:
         weights = folder_fingerprint(source_of("ref", vars(cfg)), WEIGHTS)
@@ -101,13 +98,16 @@ def model_facts(
     path: str,
     tokenizer: Any,
     who: str = "policy",
+    lora: int = 0,
 ) -> Facts:
-    """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash and the
-    end tokens."""
+    """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash, the
+    end tokens, and with --lora the hash of the base, because checkpoints have only the adapters."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
     facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
+    if lora:
+        facts["base"] = weights_hash(path)
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
@@ -168,6 +168,7 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = MODEL_FILES) -> str:
     return short_hash(b"".join(blocks))
 
 
+@cache  # one base may serve three roles
 def weights_hash(path: str) -> str:
     """Returns a hash of all bytes of a folder's weight files. Only rank 0 reads them, at about 1 GB/s. A
     collective: all ranks must call it."""
@@ -237,10 +238,8 @@ def check_base(
 
     path, saved: as for `check_unchanged`
     who: policy, critic or ref. source: its base model's folder"""
-    read = model_facts(source, tokenizer, who)
+    read = model_facts(source, tokenizer, who, saved["config"].get("lora", 0))
     read["chat template"] = template_hash(tokenizer, saved["config"]["template"])
-    if saved["config"].get("lora"):
-        read[f"{who}'s base"] = weights_hash(source)
     was = source_of(who, saved["config"])
     needed = f"--model with the folder that the run started from (was: {was})"
     check_unchanged(path, saved, read, needed)

@@ -284,11 +284,10 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
             shard = partial(shard, recompute=case.recompute[who])
         if cfg.lora:
             owner = "policy" if path == cfg.model else who
+            frozen = partial(freeze, rank=cfg.lora, alpha=cfg.lora_alpha, dtype=world.dtype)
             if owner not in bases:
-                frozen = partial(freeze, dtype=world.dtype, shard_fn=shard)
-                bases[owner] = load[owner](path, device, frozen)
-            adapters = (cfg.lora, cfg.lora_alpha, cfg.seed)
-            model = Adapted(bases[owner], *adapters, who == "critic").to(device)
+                bases[owner] = load[owner](path, device, lambda m: shard(frozen(m)))  # noqa: B023
+            model = Adapted(bases[owner], cfg.seed, who == "critic").to(device)
             if who == "ref" and not cfg.keeps_ref:
                 model.adapters.clear()  # they would stay 0
         else:

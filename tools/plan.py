@@ -37,7 +37,6 @@ from configs import (
 )
 from grading.rows import read_rows
 
-STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
@@ -243,12 +242,6 @@ class Case:
 
     def __post_init__(self) -> None:
         """Replace `auto` in --shard_ranks and --offload, and --pack_len 0 (see `settle`)."""
-        smaller = min(self.shapes[0].kv, self.shapes[0].hidden, self.shapes[0].inner)
-        require(
-            self.cfg.lora <= smaller,
-            f"--lora {self.cfg.lora} is above {smaller}, the smaller side of a layer's matrix",
-            f"--lora {smaller} or less",
-        )
         self.cfg = settle(self)
 
     @property
@@ -263,17 +256,23 @@ class Case:
         """A dict: name of a trained model -> its number of parameters."""
         return {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
 
-    @property
-    def trained(self) -> dict[str, int]:
-        """A dict: name of a trained model -> number of parameters that are trained: all, or the adapters."""
-        rank = self.cfg.lora
-        if not rank:
-            return self.params
-        return {name: shape.adapters(rank) for name, shape in self.models.items()}
-
     def shard(self, name: str) -> float:
         """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
-        return 4 * self.trained[name] / (1 if self.cfg.lora else self.shards)
+        if self.cfg.lora:
+            return 4 * self.models[name].adapters(self.cfg.lora)
+        return 4 * self.params[name] / self.shards
+
+    @property
+    def saved(self) -> float:
+        """Bytes of a rank's part of the tensors that a checkpoint holds."""
+        trained = 3 * sum(map(self.shard, self.params))
+        return trained + self.shard("policy") * self.cfg.keeps_ref
+
+    @property
+    def ref(self) -> float:
+        """Bytes of a rank's shard of the reference's weights."""
+        of_weight = self.number if self.cfg.lora else 4
+        return of_weight * self.shapes[2].policy_params / self.shards
 
     def base(self, name: str) -> float:
         """Returns the bytes of a rank's shard of a model's frozen base; 0 without --lora."""
@@ -290,11 +289,6 @@ class Case:
         usual = "bfloat16" if self.gpu else "float32"
         dtype = self.cfg.dtype.replace("auto", usual)
         return 2 if dtype == "bfloat16" else 4
-
-    @property
-    def fixed(self) -> int:
-        """Bytes of one weight that is not trained."""
-        return self.number if self.cfg.lora else 4
 
     @property
     def capacity(self) -> float:
@@ -346,14 +340,13 @@ class Case:
     def state(self) -> float:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
         cfg = self.cfg
-        trained = 3 * sum(map(self.shard, self.params))
-        ref = self.shapes[2].policy_params / self.shards
         if not cfg.lora:
-            return trained + self.fixed * ref * cfg.has_ref
+            return 3 * sum(map(self.shard, self.params)) + self.ref * cfg.has_ref
         # Without flags for other models, the policy's base serves all roles.
-        bases = self.base("policy") + self.fixed * ref * bool(cfg.ref_model)
-        bases += self.base("critic") if cfg.critic_model else 0
-        return trained + bases + self.shard("policy") * cfg.keeps_ref
+        others = self.ref * bool(cfg.ref_model)
+        if cfg.critic_model:
+            others += self.base("critic")
+        return self.saved + self.base("policy") + others
 
     @property
     def engine_sleeps(self) -> bool:
@@ -384,9 +377,7 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        # The policy needs more memory than a critic with the same base.
-        shared = self.cfg.lora and not self.cfg.critic_model
-        return {name: recomputed_layers(self, "policy" if shared else name) for name in self.models}
+        return {name: recomputed_layers(self, name) for name in self.models}
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -646,7 +637,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         _, of_a_layer = _per_token(case, shape, shape.layers)
         root_and_layer = shape.policy_params - (shape.layers - 1) * shape.layer
         ref = {
-            "weights": case.fixed * shape.policy_params / case.shards,
+            "weights": case.ref,
             "activations": tokens * of_a_layer,
             "gathered weights": case.number * root_and_layer,
             "logits": _logits(case, shape.vocab, tokens),
@@ -697,10 +688,9 @@ def host_memory() -> float:
 def host_need(case: Case) -> dict[str, float]:
     """Returns a dict: item -> bytes of host memory of one rank. But the item "machine" is the host memory of
     all ranks of a machine."""
-    copy = 3 * sum(map(case.shard, case.params)) + case.shard("policy") * case.cfg.keeps_ref
     rank = {
         "rank's waiting state": case.state if case.offloads else 0,
-        "rank's checkpoint copy": copy,
+        "rank's checkpoint copy": case.saved,
         "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
     }
     of_rank = sum(rank.values())
@@ -714,10 +704,8 @@ def disk(case: Case) -> dict[str, int]:
     """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
     checkpoints with the exports."""
     cfg = case.cfg
-    checkpoint = STATE_BYTES * sum(case.trained.values())
+    checkpoint = case.saved * (1 if cfg.lora else case.shards)
     exports = 2 * sum(case.params.values())
-    if cfg.keeps_ref:
-        checkpoint += 4 * case.trained["policy"]
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {
@@ -904,7 +892,7 @@ def _moved_bytes(case, phase):
         return 6 * case.shard(phase) + case.base(phase)
     if phase in ("sync", "old_logp"):
         return case.shard("policy") + case.base("policy")
-    return case.fixed * case.shapes[2].policy_params / case.shards if phase == "ref" else 0
+    return case.ref if phase == "ref" else 0
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -1133,7 +1121,6 @@ def _model_rows(case, name, steps):
     frozen = cfg.freeze_policy_steps if name == "policy" else 0
     return {
         "parameters": case.params[name],
-        "trained parameters": case.trained[name],
         "updates": (steps - frozen) * cfg.passes_per_step * updates,
         "samples an update": cfg.samples_per_step / updates,
         "layers recomputed": case.recompute[name] or "none",
