@@ -20,6 +20,7 @@ Usage:
     python ckpt.py export RUN last OUT       # the policy of the newest checkpoint as a Hugging Face folder
     python ckpt.py export RUN best OUT       # the policy of the best checkpoint (--keep_best)
     python ckpt.py export RUN 20 OUT critic  # the critic after 20 steps
+    python ckpt.py export RUN 20 OUT adapter # the policy's adapters (--lora), in the format of PEFT
 
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
@@ -37,6 +38,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -81,7 +83,16 @@ from guard.identity import (
     source_of,
 )
 from log import read_metrics
-from model import Critic, Policy, load_config, load_tokenizer
+from model import (
+    Adapted,
+    Critic,
+    Policy,
+    freeze,
+    load_config,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+)
 
 MARKER = "torz.json"  # the file that marks a folder as an export
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
@@ -580,9 +591,12 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     read = {
         name: fact
         for name, fact in facts["read"].items()
-        if name.startswith(("policy's", "critic's"))
+        if name.startswith(("policy's", "critic's", "lora"))
     }
-    needed = f"the models that it started from: --model {saved['config']['model']} …"
+    needed = (
+        f"the models and --lora of that run: --model {saved['config']['model']} …, or first "
+        f"python ckpt.py export {path} last OUT, then --model OUT without --start_from"
+    )
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -640,16 +654,23 @@ def export_hf(
             dtype = dist.pushed_dtype(name, torch.bfloat16)
             state[name] = dist.on_host(tensor.to(dtype)).clone()
 
-    def write():
-        error, _ = _attempt(_write_export, out, state, model, tokenizer, source, facts)
-        remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
-        needed = f"space and permission there, and then {remedy}"
-        require(not error, f"{out} can't be written ({error})", needed)
+    def fill(folder):
+        save_torch_state_dict(state, folder)
+        _save_config(folder, model, tokenizer, source, facts)
 
-    dist.together(lambda: write() if main else None)
+    dist.together(lambda: write_export(out, fill, facts) if main else None)
 
 
-def _write_export(out, state, model, tokenizer, source, facts):
+def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
+    """Writes the export `out` atomically. `fill` writes the files, except MARKER, into a new folder. facts:
+    the result of `marker`. Raises UserError as `export_hf` does."""
+    error, _ = _attempt(_write_export, out, fill, facts)
+    remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
+    needed = f"space and permission there, and then {remedy}"
+    require(not error, f"{out} can't be written ({error})", needed)
+
+
+def _write_export(out, fill, facts):
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(out.parent, os.O_RDONLY)
     flock(lock, fcntl.LOCK_EX)  # other exports to this place wait
@@ -657,8 +678,10 @@ def _write_export(out, state, model, tokenizer, source, facts):
     try:
         remove_unfinished(out.parent, re.escape(out.name))
         temp.mkdir()
-        save_torch_state_dict(state, temp)
-        _save_config(temp, model, tokenizer, source, facts)
+        fill(temp)
+        (temp / MARKER).write_text(json.dumps(facts, indent=1))
+        for file in temp.glob("*.safetensors"):
+            follow_umask(file)
         _sync(*temp.rglob("*"), temp)
         check_export_path(out)
         if exists(out / MARKER):
@@ -682,7 +705,7 @@ def _save_config(folder, model, tokenizer, source, facts):
     """Writes the files of an export that are not weights."""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
-    if isinstance(model, Critic):
+    if getattr(model, "score", None):  # a critic
         config.architectures = [critic_class(config).__name__]
         config.num_labels = 1
     config.save_pretrained(folder)
@@ -693,9 +716,28 @@ def _save_config(folder, model, tokenizer, source, facts):
     generation = Path(source) / "generation_config.json"
     if exists(generation):
         shutil.copyfile(generation, folder / generation.name)
-    (folder / MARKER).write_text(json.dumps(facts, indent=1))
-    for file in folder.glob("*.safetensors"):
-        follow_umask(file)
+
+
+def write_adapter(folder: Path, model: Adapted, source: str, config: Facts) -> None:
+    """Writes a policy's adapters to a folder in the format of PEFT.
+
+    source: folder of the base
+    config: the fields of Config"""
+    state = {}
+    for name, pair in model.adapters.items():
+        name = name.replace("/", ".")
+        for matrix, weight in zip("AB", pair, strict=True):
+            state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
+    save_file(state, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": config["lora"],
+        "lora_alpha": config["lora_alpha"],
+        "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
 
 
 def critic_class(config: PreTrainedConfig) -> type:
@@ -719,37 +761,46 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     }
 
 
-def export(run: Path, step: str, out: Path, who: str = "policy", base: str = "") -> None:
+def export(run: Path, step: str, out: Path, what: str = "policy", base: str = "") -> None:
     """Writes one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is
     no such checkpoint or model, or if `out` can't be written.
 
     run: folder of the run, or of a checkpoint if `step` is "last"
     step: the checkpoint's step, such as "24", or "best" or "last"
-    who: policy, critic or ref
+    what: policy, critic or ref; or adapter, for the policy's adapters (--lora) in the format of PEFT
     base: the base model's folder, if it was moved"""
     check_export_path(out)
     path = named(str(run) if step == "last" else f"{run}/{step}")
+    who = what.replace("adapter", "policy")
     with hold(path):
         saved = read_state(path)
         config = saved["config"]
-        models = ", ".join(saved["models"])
-        require(who in saved["models"], f"{path} has no {who}", f"one of {models}")
+        lora = config.get("lora", 0)
+        known = saved["models"] + ["adapter"] * (lora > 0)
+        require(what in known, f"{path} has no {what}", f"one of {', '.join(known)}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
         set_arguments(tokenizer, config.get("template_args", ()))
         fix_date(tokenizer, config["date"])
         check_base(path, saved, who, source, tokenizer)
-        kind = Critic if who == "critic" else Policy
-        with torch.device("meta"):
-            model = kind(load_config(source))
-        weights = {}
-        for name, p in model.named_parameters():
-            dtype = dist.pushed_dtype(name, torch.bfloat16)
-            weights[name] = torch.empty(p.shape, dtype=dtype)
-        dist.load_files({who: weights}, path)
+        settings = load_config(source)
+        if lora:
+            dtype = settings.dtype or torch.float32
+            frozen = partial(freeze, rank=lora, alpha=config["lora_alpha"], dtype=dtype)
+            load = load_critic if who == "critic" else load_policy
+            model = Adapted(load(source, shard_fn=frozen), critic=who == "critic")
+        else:
+            kind = Critic if who == "critic" else Policy
+            with torch.device("meta"):
+                model = dist.cast(kind(settings), torch.bfloat16)
+            model.allocate("cpu")
+        dist.load_files({who: dist.tensors_of(model, None)}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
-    export_hf(weights.items(), model, tokenizer, source, out, facts)
-    show(f"{out}: the {who} after {saved['step']} steps")
+    if what == "adapter":
+        write_export(out, partial(write_adapter, model=model, source=source, config=config), facts)
+    else:
+        export_hf(dist.full_weights(model), model, tokenizer, source, out, facts)
+    show(f"{out}: the {what} after {saved['step']} steps")
 
 
 def main(argv: list[str]) -> None:
@@ -757,11 +808,11 @@ def main(argv: list[str]) -> None:
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
-        case ["export", run, step, out, *who] if len(who) < 2:
-            export(Path(run), step, Path(os.path.abspath(out)), *who, base=base)
+        case ["export", run, step, out, *what] if len(what) < 2:
+            export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:
             found = f"unknown command: ckpt.py {' '.join(argv)}"
-            needed = "python ckpt.py export RUN STEP|best|last OUT [critic] [--model PATH]"
+            needed = "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model PATH]"
             raise UserError(f"{found}; needed: {needed}")
 
 

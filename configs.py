@@ -177,6 +177,8 @@ class Config:
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
     critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
     ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
+    lora: Amount = 0  # train adapters of this rank (LoRA) over a frozen model; 0: train all weights
+    lora_alpha: Positive = 32.0  # adapters are multiplied by lora_alpha / lora
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
     template_args: tuple[str, ...] = ()  # with --template chat: arguments such as enable_thinking=false
@@ -769,6 +771,17 @@ PRESETS |= {
         template_args=("enable_thinking=false",),
     ),
 }
+# Adapters (LoRA). The learning rates are ten times those of full training ("LoRA Without Regret",
+# thinkingmachines.ai/blog/lora, 2025). Untried on a GPU.
+PRESETS |= {
+    "gsm8k-7b-1gpu": replace(
+        PRESETS["gsm8k-0.5b-1gpu"],
+        model="Qwen/Qwen2.5-7B-Instruct",
+        lora=32,
+        policy_lr=1e-5,
+    ),
+    "orz-7b-lora": replace(ORZ, lora=32, policy_lr=1e-5, critic_lr=5e-5),
+}
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
@@ -1014,6 +1027,7 @@ NO_EFFECT = (
     ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
     # With one update, the ratio is 1.
     ("clip_low clip_high", "updates_per_step", 1, "--policy_updates 2 or --passes_per_step 2"),
+    ("lora_alpha", "lora", 0, "--lora above 0"),
     ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
     ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
     ("max_staleness", "carry", 0, "--carry above 0"),

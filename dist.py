@@ -255,8 +255,9 @@ def shard(
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32."""
-    if dtype == torch.float32:
+    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32. A frozen base
+    (--lora) has weights in `dtype` already."""
+    if dtype == next(model.parameters()).dtype:
         return
     layers = model.model.layers
     in_layers = set(layers.modules())
@@ -321,15 +322,19 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     asks for the next pack. Every rank must have the same number of packs.
 
     With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
-    pass. This saves communication."""
+    pass. This saves communication. The gradients of adapters (--lora) are summed only after the last pack."""
     for pack in packs:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
     reshard_all(model)
+    if model.base is not model:
+        for p in model.parameters():
+            td.all_reduce(p.grad)
 
 
 def reshard_all(model: nn.Module) -> None:
+    model = model.base
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -345,12 +350,22 @@ def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FP32) else dtype
 
 
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Converts a model's parameters to `dtype`, those of FP32 to fp32. Returns the model."""
+    for name, param in model.named_parameters():
+        param.data = param.data.to(pushed_dtype(name, dtype))
+    return model
+
+
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter, in the compute dtype or, for names of FP32, in fp32.
-    If the output layer is tied to the embedding, only the embedding comes. A model on the host is moved to
-    `device` during the iteration.
+    If the output layer is tied to the embedding, only the embedding comes. Adapters (--lora) are merged into
+    the weights. A model on the host is moved to `device` during the iteration.
 
     The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
+    if model.base is not model:
+        yield from model.merge(full_weights(model.base, device))
+        return
     groups = {"": model}
     for i, layer in enumerate(model.model.layers):
         groups[f"model.layers.{i}."] = layer
@@ -374,16 +389,18 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
     inside, because changes are not copied to the host."""
     on_gpu = torch.device(device).type == "cuda"
-    moves = on_gpu and next(model.parameters()).device.type == "cpu"
-    if moves:
-        to_device(model, optimizer, device)
+    moved = {}
+    for part, states in {model.base: None, model: optimizer}.items():
+        if on_gpu and any(p.device.type == "cpu" for p in part.parameters()):
+            moved[part] = states
+            to_device(part, states, device)
     try:
         yield
     finally:
         reshard_all(model)  # a forward pass without a backward pass leaves weights gathered
-        if moves:
-            model.zero_grad()  # an exception may have left gradients on the device
-            to_host(model, optimizer)
+        for part, states in moved.items():
+            part.zero_grad()  # an exception may have left gradients on the device
+            to_host(part, states)
         if on_gpu:  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 
@@ -446,6 +463,10 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 @torch.no_grad()
 def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
@@ -498,8 +519,7 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 
 def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
     """Scale the gradients to a norm of at most `limit`. Returns the unscaled norm, the same on all ranks."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
 
 
 # --- numbers and samples

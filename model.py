@@ -16,6 +16,7 @@ Letters in the shapes of tensors:
 
 import contextlib
 import inspect
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -429,7 +430,9 @@ class ChunkedLogProbs(torch.autograd.Function):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
         rows = targets, lse, entropy, g_logp, g_entropy
         g_hidden = torch.empty_like(hidden)
-        g_weight = torch.zeros_like(weight, dtype=torch.float32)
+        g_weight = None  # for a frozen output layer (--lora)
+        if ctx.needs_input_grad[1]:
+            g_weight = torch.zeros_like(weight, dtype=torch.float32)
         for c in reversed(chunks(hidden, weight)):
             z, ctx.last = ctx.last, None
             if z is None:
@@ -438,9 +441,10 @@ class ChunkedLogProbs(torch.autograd.Function):
             g = logits_grad(z, ctx.scale, weight.dtype, *of_chunk)
             del z
             g_hidden[c] = g @ weight
-            add_product(g_weight, g.t(), hidden[c])
+            if g_weight is not None:
+                add_product(g_weight, g.t(), hidden[c])
             del g
-        return g_hidden, g_weight.to(weight.dtype), None, None
+        return g_hidden, g_weight, None, None  # torch casts the fp32 gradient to the weight's dtype
 
 
 def log_probs(
@@ -571,6 +575,11 @@ class PackModel(nn.Module):
             if hasattr(module, "A_log"):
                 module.forward = partial(delta_net, module)
 
+    @property
+    def base(self) -> "PackModel":
+        """The model that FSDP shards: this model. With --lora, Adapted has another."""
+        return self
+
     def tie(self) -> None:
         """Make the weights of output layer and embedding the same tensor, if the config says so. Call this
         method again after parameters were replaced. Here and in Critic, this method does nothing."""
@@ -646,7 +655,10 @@ def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
     if not x.is_cuda:  # a CPU has more memory than time
         return mlp.down_proj(product)
     down = mlp.down_proj
-    return DownProjection.apply(product, act, gate, up, down.weight, down.bias)
+    project = partial(DownProjection.apply, act, gate, up)
+    if isinstance(down, FrozenLinear):
+        return down(product, project)
+    return project(product, down.weight, down.bias)
 
 
 def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
@@ -674,7 +686,7 @@ class DownProjection(torch.autograd.Function):
     a fifth of a layer's activations: the backward pass computes it again from gate and up."""
 
     @staticmethod
-    def forward(ctx, product, act, gate, up, weight, bias):
+    def forward(ctx, act, gate, up, product, weight, bias):
         ctx.act, ctx.has_bias = act, bias is not None
         ctx.save_for_backward(gate, up, weight)
         return F.linear(product, weight, bias)
@@ -682,10 +694,13 @@ class DownProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
-        product = gated(ctx.act, gate, up).flatten(0, -2)
         rows = g.flatten(0, -2)
+        g_weight = None  # for a frozen weight (--lora)
+        if ctx.needs_input_grad[4]:
+            product = gated(ctx.act, gate, up).flatten(0, -2)
+            g_weight = rows.t() @ product
         g_bias = rows.sum(0) if ctx.has_bias else None
-        return g @ weight, None, None, None, rows.t() @ product, g_bias
+        return None, None, None, g @ weight, g_weight, g_bias
 
 
 class Policy(PackModel):
@@ -721,9 +736,103 @@ class Critic(PackModel):
         """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false."""
         at = pack.loss_tokens
         hidden = self.hidden_before(pack, at)
-        value = self.score(hidden)[:, 0].float()
+        # With --lora, the head is in fp32, and the hidden states may be in bf16.
+        value = self.score(hidden.to(self.score.weight.dtype))[:, 0].float()
         zero = value.new_zeros(len(pack.tokens))
         return zero.index_put((at,), value)
+
+
+# --- adapters (--lora)
+
+
+class FrozenLinear(nn.Linear):
+    """A frozen linear layer with LoRA (arXiv 2106.09685, section 4.1). Returns x Wᵀ + bias + scale (x Aᵀ) Bᵀ,
+    or without an adapter x Wᵀ + bias. `freeze` sets `scale`. Adapted.forward sets `adapter`: A and B."""
+
+    adapter = None
+
+    def forward(self, x: Tensor, project: Callable = F.linear) -> Tensor:
+        y = project(x, self.weight, self.bias)
+        if self.adapter is None:
+            return y
+        a, b = self.adapter
+        low = self.scale * project(x, a.to(x.dtype), None)
+        return y + F.linear(low, b.to(x.dtype))
+
+
+def freeze(model: PackModel, rank: int, alpha: float, dtype: torch.dtype) -> PackModel:
+    """Turns a model without memory into a frozen base for adapters, with weights in `dtype`, and returns it.
+    Raises UserError if the rank is above the smaller side of a matrix.
+
+    The forward pass of a base calls its first argument with the others. So every role computes inside FSDP's
+    hooks of the base (see Adapted)."""
+    model.rank = rank
+    model.linears = {}  # such as "model/layers/0/mlp/up_proj"; nn.ModuleDict accepts no "." in a name
+    for name, module in model.named_modules():
+        if name.startswith("model.layers.") and isinstance(module, nn.Linear):
+            most = min(module.weight.shape)
+            found = f"--lora {rank} is above {most}, the smaller side of {name}"
+            require(rank <= most, found, f"--lora {most} or less")
+            module.__class__ = FrozenLinear
+            module.scale = alpha / rank
+            model.linears[name.replace(".", "/")] = module
+    model.forward = operator.call
+    return dist.cast(model.requires_grad_(False), dtype)
+
+
+class Adapted(nn.Module):
+    """The model of a role with --lora: adapters over a frozen base, which several roles may share.
+
+    Its parameters are in fp32, and every rank holds all of them: A (rank, in) and B (out, rank) for every
+    linear layer (out, in) of the decoder layers, and a critic's head. At the start, A is Kaiming-uniform, as
+    in PEFT, and B is 0. The base is no submodule. Only the base is sharded.
+
+    base: see `freeze`
+    critic: whether the role is a critic. Its head begins with the weight of the base's head, if the base is a
+        critic, or else at random, as in `load_critic`"""
+
+    def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
+        super().__init__()
+        vars(self).update(base=base, hidden_before=base.hidden_before)
+        self.config = base.config
+        random = torch.Generator().manual_seed(seed)
+        self.adapters = nn.ModuleDict()
+        for name, linear in base.linears.items():
+            a = torch.empty(base.rank, linear.in_features)
+            nn.init.kaiming_uniform_(a, 5**0.5, generator=random)
+            b = torch.zeros(linear.out_features, base.rank)
+            self.adapters[name] = nn.ParameterList([a, b])
+        self.score = None
+        if critic:
+            width = base.config.hidden_size
+            self.score = nn.Linear(width, 1, bias=False)
+            nn.init.normal_(self.score.weight, 0, 1 / (width + 1), generator=random)
+            if hasattr(base, "score"):
+                self.score.weight.data.copy_(dist.whole(base.score.weight))
+
+    def forward(self, pack: Pack, *temperature: float) -> Any:
+        """Returns what Policy.forward or Critic.forward returns. This is the only place where a role puts its
+        adapters into the base. They stay there, because recomputation in the backward pass needs them."""
+        for name, linear in self.base.linears.items():
+            vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
+        if self.score:
+            return self.base(Critic.forward, self, pack)
+        return self.base(Policy.forward, self.base, pack, *temperature)
+
+    @torch.no_grad()
+    def merge(self, weights: Weights) -> Weights:
+        """Yields the role's weights (name, whole tensor): those of the base, but W + scale B A in place of W,
+        computed in fp32 and rounded once."""
+        for name, weight in weights:
+            key = name.removesuffix(".weight").replace(".", "/")
+            if key in self.adapters:
+                a, b = (x.to(weight.device) for x in self.adapters[key])
+                scale = self.base.linears[key].scale
+                weight = weight.float().addmm(b, a, alpha=scale).to(weight.dtype)
+            if name.startswith("model.") or not self.score:
+                yield name, weight
+        if self.score:
+            yield "score.weight", self.score.weight
 
 
 # --- loading

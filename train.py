@@ -455,8 +455,9 @@ def make_packs(
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
-    # A backward pass costs as much as two forward passes. The critic also runs one forward pass for `values`.
-    forwards = 3 * cfg.passes_per_step
+    # A backward pass costs as much as two forward passes, or as one if the weights are frozen (--lora). The
+    # critic also runs one forward pass for `values`.
+    forwards = (2 if cfg.lora else 3) * cfg.passes_per_step
     if cfg.algo == "ppo":
         forwards = 2 * forwards + 1
     squares = sum(s.length**2 for s in samples)

@@ -11,10 +11,12 @@ A run has two dicts of facts, name -> value, such as a hash:
     check_unchanged   with a checkpoint, when a run is resumed or starts from the checkpoint
     check_base        with a checkpoint, when a model is exported"""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def facts_of(
     noted = VERSIONS | content  # config.json gets `noted`, so that tools.report can compare runs
     for who in cfg.models:
         path = source_of(who, vars(cfg))
-        read |= model_facts(path, tokenizer, who)
+        read |= model_facts(path, tokenizer, who, cfg.lora)
         noted[f"files of the {who}"] = folder_fingerprint(path)
     if cfg.has_ref:
         weights = folder_fingerprint(source_of("ref", vars(cfg)), WEIGHTS)
@@ -97,13 +99,16 @@ def model_facts(
     path: str,
     tokenizer: Any,
     who: str = "policy",
+    lora: int = 0,
 ) -> Facts:
-    """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash and the
-    end tokens."""
+    """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash, the
+    end tokens, and with --lora the hash of the base, because checkpoints have only the adapters."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
     facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
+    if lora:
+        facts["base"] = weights_hash(path)
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
@@ -162,6 +167,17 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = MODEL_FILES) -> str:
                     f.seek(at)
                     blocks.append(f.read(4096))
     return short_hash(b"".join(blocks))
+
+
+@cache  # one base may serve three roles
+def weights_hash(path: str) -> str:
+    """Returns a hash of all bytes of a folder's weight files. Only rank 0 reads them, at about 1 GB/s. A
+    collective: all ranks must call it."""
+    hashes = b""
+    for file in dist.weight_files(path) if os.environ.get("RANK", "0") == "0" else ():
+        with file.open("rb") as f:
+            hashes += hashlib.file_digest(f, "sha256").digest()
+    return dist.gather(short_hash(hashes))[0]
 
 
 # --- the comparisons
@@ -223,7 +239,7 @@ def check_base(
 
     path, saved: as for `check_unchanged`
     who: policy, critic or ref. source: its base model's folder"""
-    read = model_facts(source, tokenizer, who)
+    read = model_facts(source, tokenizer, who, saved["config"].get("lora", 0))
     read["chat template"] = template_hash(tokenizer, saved["config"]["template"])
     was = source_of(who, saved["config"])
     needed = f"--model with the folder that the run started from (was: {was})"

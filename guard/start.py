@@ -42,7 +42,16 @@ from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.watch import watch
 from log import Logger
-from model import left_out, load_config, load_critic, load_policy, load_tokenizer, resolve
+from model import (
+    Adapted,
+    freeze,
+    left_out,
+    load_config,
+    load_critic,
+    load_policy,
+    load_tokenizer,
+    resolve,
+)
 from rollout import (
     Sets,
     check_graders,
@@ -260,7 +269,7 @@ def load_data(
 @dist.phase("start/models")
 def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, Role | None]:
     """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
-    sharded."""
+    sharded. With --lora, roles that start from the policy's model share its frozen base."""
     cfg = case.cfg
     device = "cpu" if case.offloads else world.device
     load = {
@@ -269,11 +278,22 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
         "ref": load_policy,
     }
     roles = {}
+    bases = {}  # role that loads a base -> base
     for who in cfg.models:
+        path = source_of(who, vars(cfg))
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
             shard = partial(shard, recompute=case.recompute[who])
-        model = load[who](source_of(who, vars(cfg)), device, shard)
+        if cfg.lora:
+            owner = "policy" if path == cfg.model else who
+            frozen = partial(freeze, rank=cfg.lora, alpha=cfg.lora_alpha, dtype=world.dtype)
+            if owner not in bases:
+                bases[owner] = load[owner](path, device, lambda m: shard(frozen(m)))  # noqa: B023
+            model = Adapted(bases[owner], cfg.seed, who == "critic").to(device)
+            if who == "ref" and not cfg.keeps_ref:
+                model.adapters.clear()  # they would stay 0
+        else:
+            model = load[who](path, device, shard)
         optimizer = None
         if who == "ref":
             model.requires_grad_(False)

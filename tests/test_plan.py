@@ -98,14 +98,14 @@ def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
     files = list((tmp_path / "run" / "ckpt" / "step_000001").iterdir())
     assert len(files) >= 4
     assert sum(f.stat().st_size for f in files) == pytest.approx(
-        plan.disk(cfg, shape.policy_params, shape.critic_params)["disk, a checkpoint"], rel=0.02)
+        plan.disk(plan.Case(cfg, 2, [shape] * 3, None))["disk, a checkpoint"], rel=0.02)
 
 
 def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
     shape = plan.read_shape(base.model)
     export = two_ranks[0] / "export"
     taken = sum((export / name / "model.safetensors").stat().st_size for name in ("policy", "critic"))
-    planned = plan.disk(base, shape.policy_params, shape.critic_params)
+    planned = plan.disk(plan.Case(base, 2, [shape] * 3, None))
     assert taken == pytest.approx(planned["disk, exports"], rel=0.03)
 
 

@@ -37,7 +37,6 @@ from configs import (
 )
 from grading.rows import read_rows
 
-STATE_BYTES = 12  # bytes per parameter in a checkpoint: fp32 weight and AdamW's two fp32 moments
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
@@ -62,6 +61,7 @@ PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
 START = 35.0  # seconds from the command to the first step, without loading the model
+HASH = 1e9  # bytes/s at which a base's content is hashed (--lora)
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
@@ -194,6 +194,11 @@ class Shape:
         more = self.hidden * (width - of_attention - self.q) + net.kernel * net.mixed
         return size + (self.attention_layers * gate + net.layers * more) // self.layers
 
+    def adapters(self, rank: int) -> int:
+        """Number of parameters of the adapters (--lora) of all layers' matrices."""
+        sides = 2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner
+        return self.layers * rank * sides
+
     @property
     def critic_params(self) -> int:
         """Number of parameters of a critic: layers, embedding, last norm, and a vector as its head."""
@@ -325,6 +330,28 @@ class Case:
         """A dict: name of a trained model -> its number of parameters."""
         return {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
 
+    def shard(self, name: str) -> float:
+        """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
+        if self.cfg.lora:
+            return 4 * self.models[name].adapters(self.cfg.lora)
+        return 4 * self.params[name] / self.shards
+
+    @property
+    def saved(self) -> float:
+        """Bytes of a rank's part of the tensors that a checkpoint holds."""
+        trained = 3 * sum(map(self.shard, self.params))
+        return trained + self.shard("policy") * self.cfg.keeps_ref
+
+    @property
+    def ref(self) -> float:
+        """Bytes of a rank's shard of the reference's weights."""
+        of_weight = self.number if self.cfg.lora else 4
+        return of_weight * self.shapes[2].policy_params / self.shards
+
+    def base(self, name: str) -> float:
+        """Returns the bytes of a rank's shard of a model's frozen base; 0 without --lora."""
+        return self.number * self.params[name] / self.shards if self.cfg.lora else 0
+
     @property
     def timed(self) -> bool:
         """Whether the GPU's speeds are known."""
@@ -386,10 +413,14 @@ class Case:
     @property
     def state(self) -> float:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
-        whole = STATE_BYTES * sum(self.params.values())
-        if self.cfg.has_ref:
-            whole += 4 * self.shapes[2].policy_params
-        return whole / self.shards
+        cfg = self.cfg
+        if not cfg.lora:
+            return 3 * sum(map(self.shard, self.params)) + self.ref * cfg.has_ref
+        # Without flags for other models, the policy's base serves all roles.
+        others = self.ref * bool(cfg.ref_model)
+        if cfg.critic_model:
+            others += self.base("critic")
+        return self.saved + self.base("policy") + others
 
     @property
     def engine_sleeps(self) -> bool:
@@ -594,12 +625,20 @@ def _update_instants(case, name, recompute):
     working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
     gathered = b * root
+    layer = b * shape.layer
     if case.shards == 1:
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
-        gathered += b * shape.layer * (shape.layers - recompute)
-    shard = 4 * params / case.shards
+        gathered += layer * (shape.layers - recompute)
+    gradient = 4  # bytes of a weight's gradient before it is reduced
+    if case.cfg.lora:
+        gradient = 0
+        head = 0
+        if case.shards == 1:  # the base has no copies
+            gathered = 0
+            layer = 0
+    shard = case.shard(name)
     at_rest = _asleep(case) | {
-        "weights": shard,
+        "weights": shard + case.base(name),
         "gradients": shard,
         "AdamW": 2 * shard,
         "allocator": _allocator_loss(case, shape, root, logits, activations),
@@ -615,9 +654,9 @@ def _update_instants(case, name, recompute):
     # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and of
     #    layer i + 1 (in fp32).
     of_layer = {
-        "gathered weights": gathered + b * shape.layer,
+        "gathered weights": gathered + layer,
         "activations": activations + working,
-        "whole gradients": b * head + 4 * shape.layer,
+        "whole gradients": b * head + gradient * shape.layer,
     }
     # 3. AdamW's step, with temporary memory of the size of the weight shards.
     of_step = {"AdamW's step": shard}
@@ -664,7 +703,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     largest = max(root, policy.layer)
     copies = 2 + 1 / case.shards if case.shards > 1 else 2
     sync = {
-        "weights": 4 * params / case.shards,
+        "weights": case.shard("policy") + case.base("policy"),
         "gathered weights": case.number * largest * copies,
         "engine weights": case.engine_weights,
     }
@@ -679,7 +718,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         _, of_a_layer = _per_token(case, shape, shape.layers)
         root_and_layer = shape.policy_params - (shape.layers - 1) * shape.layer
         ref = {
-            "weights": 4 * shape.policy_params / case.shards,
+            "weights": case.ref,
             "activations": tokens * of_a_layer,
             "gathered weights": case.number * root_and_layer,
             "logits": _logits(case, shape.vocab, tokens),
@@ -733,10 +772,9 @@ def host_memory() -> float:
 def host_need(case: Case) -> dict[str, float]:
     """Returns a dict: item -> bytes of host memory of one rank. But the item "machine" is the host memory of
     all ranks of a machine."""
-    checkpoint = disk(case.cfg, **case.params)["disk, a checkpoint"]
     rank = {
         "rank's waiting state": case.state if case.offloads else 0,
-        "rank's checkpoint copy": checkpoint / case.shards,
+        "rank's checkpoint copy": case.saved,
         "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
     }
     of_rank = sum(rank.values())
@@ -746,13 +784,12 @@ def host_need(case: Case) -> dict[str, float]:
     return rank | {"machine": case.local * of_rank}
 
 
-def disk(cfg: Config, policy: int, critic: int = 0) -> dict[str, int]:
+def disk(case: Case) -> dict[str, int]:
     """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
-    checkpoints with the exports. policy, critic: numbers of parameters"""
-    checkpoint = STATE_BYTES * (policy + critic)
-    exports = 2 * (policy + critic)
-    if cfg.keeps_ref:
-        checkpoint += 4 * policy
+    checkpoints with the exports."""
+    cfg = case.cfg
+    checkpoint = case.saved * (1 if cfg.lora else case.shards)
+    exports = 2 * sum(case.params.values())
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
     return {
@@ -802,12 +839,15 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     copies = case.world // case.shards
     all_nodes = -(-case.world // case.local)
     layers = case.number * shape.layers * shape.layer
-    shard = 4 * params / case.shards
+    reduced = 4 * params
+    if case.cfg.lora:  # every rank holds all adapters
+        reduced = 0
+        copies = case.world
     return {
         "forward": sent(case.number * params, case.shards, nodes),
         "backward": sent(layers, case.shards, nodes),
-        "reduce": sent(4 * params, case.shards, nodes),
-        "all-reduce": sent(shard, copies, min(copies, all_nodes), times=2),
+        "reduce": sent(reduced, case.shards, nodes),
+        "all-reduce": sent(case.shard(name), copies, min(copies, all_nodes), times=2),
     }
 
 
@@ -865,10 +905,11 @@ def _passes(case, name, prompt, response):
     of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
     host = shape.layers * of_layer
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
-    # backward pass costs two forward passes, and one more in each recomputed layer.
+    # backward pass costs two forward passes, or one if the weights are frozen, and one more in each
+    # recomputed layer.
     forward = max(device, host / 3)
     recomputed = case.recompute[name]
-    device_back = device * (2 + recomputed / shape.layers)
+    device_back = device * (2 - bool(cfg.lora) + recomputed / shape.layers)
     backward = max(device_back, host * 2 / 3 + recomputed * RECOMPUTE_HOST)
     if name == "policy":
         of_head = _head_seconds(case, shape, tokens * response / length / packs)
@@ -932,13 +973,13 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
 
 
 def _moved_bytes(case, phase):
-    """Returns how many bytes of all weights and optimizer state move between host and device in the phase, if
-    the run offloads."""
+    """Returns how many bytes of a rank's weights and optimizer state move between host and device in the
+    phase, if the run offloads."""
     if phase in case.models:  # moves with its optimizer's state, to the device and back
-        return 2 * STATE_BYTES * case.params[phase]
+        return 6 * case.shard(phase) + case.base(phase)
     if phase in ("sync", "old_logp"):
-        return 4 * case.params["policy"]
-    return 4 * case.shapes[2].policy_params if phase == "ref" else 0
+        return case.shard("policy") + case.base("policy")
+    return case.ref if phase == "ref" else 0
 
 
 def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
@@ -963,8 +1004,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     phases["policy"] = training
     if case.offloads:
         for phase in phases:
-            moved = _moved_bytes(case, phase) / case.shards
-            phases[phase] += moved / HOST_COPY
+            phases[phase] += _moved_bytes(case, phase) / HOST_COPY
     return phases | {"step": sum(phases.values())}
 
 
@@ -972,8 +1012,9 @@ def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
     read = case.number * sum(case.params.values()) / case.shards
+    hashed = case.base("policy") * case.shards  # by rank 0
     pinned = case.state if case.offloads else 0.0
-    return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
+    return {"start": START + read / LOAD + hashed / HASH, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?
@@ -1101,7 +1142,7 @@ def plan_of(case: Case) -> Plan:
     for phase, usage in memory(case):
         if phase not in peaks or usage["total"] > peaks[phase]["total"]:
             peaks[phase] = usage
-    needs = host_need(case) | disk(cfg, **case.params)
+    needs = host_need(case) | disk(case)
     models = {name: _model_rows(case, name, steps) for name in case.models}
     assumed = f"{ASSUMED_PROMPTS:,} (assumed)"
     plan = {
