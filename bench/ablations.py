@@ -193,6 +193,13 @@ CORE = {
     "noise-0.3-mask": gap(nats=0.3, mismatch="token-mask"),
     "noise-0.3-sequence-mask": gap(nats=0.3, mismatch="sequence-mask"),
     "wrong-grades-0.1": Variant("grpo", {}, wrong_grades, dict(share=0.1)),
+    "max-rl": Variant("grpo", dict(advantage="group_mean_over_mean")),
+    "two-rewards": Variant("grpo", dict(overlong_buffer=16)),
+    "gdpo": Variant("grpo", dict(overlong_buffer=16, advantage="group_each_std")),
+    "dppo-tv": Variant("grpo-4", dict(ratio="binary_tv", clip_low=0.15, clip_high=0.15)),
+    "dppo-kl": Variant("grpo-4", dict(ratio="binary_kl", clip_low=0.05, clip_high=0.05)),
+    "stale-4-negative-mask": Variant("grpo", dict(mismatch="negative-mask", mismatch_bounds=(0.6, 2.0)),
+                                     engine_gap, dict(stale=4, nats=0.0)),
 }
 
 
@@ -444,6 +451,13 @@ CLAIMS = (
     Claim("IcePop helps if logits have noise", "IcePop 2510.18855", "noise-0.3-mask", "noise-0.3", 1),
     Claim("MIS helps if samples are from old weights", "MIS, Liu et al. 2025", "stale-4-sequence-mask",
           "stale-4", 1),
+    Claim("DeepSeek-V3.2's mask helps if samples are from old weights", "DeepSeek-V3.2 2512.02556, sec. 3.1",
+          "stale-4-negative-mask", "stale-4", 1),
+    Claim("dividing by the mean reward raises accuracy", "MaxRL 2602.02710", "max-rl", "grpo", 1),
+    Claim("normalising each reward on its own raises accuracy", "GDPO 2601.05242, experiments", "gdpo",
+          "two-rewards", 1),
+    Claim("masks by total variation raise accuracy", "DPPO 2602.04879, experiments", "dppo-tv", "grpo-4", 1),
+    Claim("masks by a binary KL raise accuracy", "DPPO 2602.04879, experiments", "dppo-kl", "grpo-4", 1),
     Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
     *(Claim("a deliberate bug lowers accuracy", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
@@ -477,6 +491,8 @@ NAMES = (
     "- `wrong-sign`, `wrong-pack-mean` and `wrong-no-stop-gradient` are deliberate bugs.",
     "- `wrong-stale-weights`: a deliberate bug; samples come only from the base model.",
     "- `wrong-grades-0.1`: 10 % of the training rewards are wrong.",
+    "- `two-rewards`: a length penalty from 16 tokens before the limit. `gdpo`: also GDPO's advantage.",
+    "- `-negative-mask`: `--mismatch negative-mask`, DeepSeek-V3.2's sequence mask, with LOW = 0.6.",
     "")
 
 
