@@ -186,7 +186,7 @@ class Config:
     system_prompt: str = ""  # with --template chat: system prompt for rows without one
     date: str = "2024-07-26"  # date that a chat template prints instead of today's
     extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
-    env: str = ""  # environment FILE.py:FUNCTION, called after each turn of the policy; empty: one turn
+    env: str = ""  # environment FILE.py:FUNCTION or :CLASS, called after each turn; empty: one turn
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
 
