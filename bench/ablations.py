@@ -99,9 +99,9 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
         last = len(kept) > cfg.steps
         right_load(self, kept[-1 if last else max(0, len(kept) - 1 - stale)])
 
-    def sample_token(logits, u, temperature):
+    def sample_token(logits, u, temperature, *rest):
         noise = 0.0 if len(kept) > cfg.steps else nats * torch.randn(logits.shape, generator=generator)
-        return right_sample(logits + noise, u, temperature)
+        return right_sample(logits + noise, u, temperature, *rest)
 
     torch_engine.TorchEngine.load, torch_engine.sample_token = load, sample_token
 
