@@ -3,6 +3,7 @@
     python -m bench.ablations [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
+    python -m bench.ablations --vary clip_high=0.2,0.28    # a flag of train.py with two or more values
 
 A variant is a reference recipe with other flags or a patched function. --part all runs all variants. Finished
 runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to bench/results/ablations.md.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ import ppo
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
-from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
+from configs import PRESETS, Config, UserError, parse, read_jsonl, require, user_errors
 from engines import torch_engine
 from log import read_metrics
 from tools import tiny
@@ -519,15 +521,15 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    rows = []
-    for name, variant in variants.items():
+    rows, first = [], next(iter(variants))
+    for name in variants:
         found = list(runs.get((task, name), {}).values())
         if not found:
             continue
         accuracy = fmean(MEASURES["accuracy"](row, task) for row in found)
-        gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
+        gap = difference(runs, task, name, first) if name != first else None
         rows.append((name, len(found), f"{accuracy:.3f}", gap or "", sum(map(collapsed, found))))
-    head = ("variant", "runs", "mean accuracy", "minus the reference's accuracy", "collapsed runs")
+    head = ("variant", "runs", "mean accuracy", f"minus {first}", "collapsed runs")
     return table(head, rows)
 
 
@@ -604,11 +606,33 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
     return runs
 
 
+# Words of train.py's command line that give a preset the method of a recipe of REFERENCES
+COMMANDS = {"grpo": "tiny-grpo", "grpo-4": "tiny-grpo --policy_updates 4", "ppo": "tiny-ppo"}
+
+
+def varied_flag(flag: str, values: str) -> dict[str, Variant]:
+    """Returns a variant for each value of a flag: the first recipe of REFERENCES in which the flag has an
+    effect, with this value. Raises UserError for a wrong flag or value."""
+    texts, errors = values.split(","), []
+    require(len(texts) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
+    for reference, command in COMMANDS.items():
+        try:
+            cfgs = {text: parse([*command.split(), f"--{flag}", text], "bench.ablations") for text in texts}
+        except UserError as e:
+            errors.append(e)
+            continue
+        return {f"{flag}={text}": Variant(reference, {flag: getattr(cfg, flag)})
+                for text, cfg in cfgs.items()}
+    raise errors[0]
+
+
 def varied(spec: str) -> dict[str, Variant]:
     """Returns the two variants that --vary compares: a reference recipe, and the same recipe with the user's
     FUNCTION in place of HOOKS[FUNCTION]. Raises UserError if the file or HOOKS[FUNCTION] is missing.
 
-    spec: FILE.py:FUNCTION"""
+    spec: FILE.py:FUNCTION, or FLAG=VALUE,VALUE"""
+    if re.match(r"\w+=", spec):
+        return varied_flag(*spec.split("=", 1))
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
@@ -637,7 +661,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
     parser.add_argument("--only", nargs="*", help="names of the variants to run")
-    parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, compared with the reference")
+    parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, or FLAG=VALUE,VALUE")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the tables")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
     args = parser.parse_args()
