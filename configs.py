@@ -270,6 +270,7 @@ class Config:
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
+    profile: Amount | None = None  # run this step under torch's profiler; writes a trace to --out; None: off
     track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit

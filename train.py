@@ -134,7 +134,8 @@ def train(run: Run) -> bool:
     cfg = run.cfg
     policy = run.policy.model
     device = run.world.device
-    for step in range(run.start, cfg.steps + 1):
+    chosen = cfg.profile if run.world.main else None
+    for step in dist.profiled(range(run.start, cfg.steps + 1), chosen, run.log.out, run.log.say):
         start = time.perf_counter()
         meter = Meter(device)
         with run.engine.awake(dist.full_weights(policy, device), version=step):

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import json
 import math
 
 import pytest
 import ranks
 import torch
-from conftest import run_ranks
+from conftest import maths, run, run_ranks
 from test_maths import CASES, close, compare, normal, ragged, sequences
 
 import configs
@@ -179,3 +180,16 @@ def test_what_a_recipe_can_not_do_is_refused(base):
     samples = [dataclasses.replace(s, reward=-1.0) for s in terms()[:4]]
     with pytest.raises(UserError, match="with a negative score; needed: rewards from 0"):
         train.add_group_advantages(samples, cfg)
+
+
+def test_a_profiled_step_is_in_a_trace_with_its_phases_and_changes_no_bit(base, two_ranks, tmp_path, capfd):
+    rows, weights = run(dataclasses.replace(base, profile=1), tmp_path / "p", ranks=2)
+    assert maths(rows) == maths(two_ranks[1]) and all(torch.equal(weights[k], two_ranks[2][k]) for k in weights)
+    events = json.loads((tmp_path / "p/profile_000001.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"rollout", "critic", "policy", "aten::mm", "[memory]"} <= names and "start/models" not in names
+    said = capfd.readouterr().out
+    assert f"trace of step 1: {tmp_path}/p/profile_000001.json" in said and "Self CPU %" in said
+    (table,) = [part for part in said.split("-  \n") if "ProfilerStep" not in part and "\n  " in part][1:2]
+    assert 1 <= len(table.strip().splitlines()) <= 11
+    assert not list((tmp_path / "p").glob("profile_000000*"))
