@@ -139,6 +139,8 @@ Advantage = Literal[
     "group_mean",
     "group_mean_whiten",
     "group_mean_batch_std",
+    "group_mean_over_mean",
+    "group_each_std",
     "leave_one_out",
     "return_whiten",
 ]
@@ -150,7 +152,9 @@ Mismatch = Literal[
     "sequence-mask",
     "geometric-truncate",
     "geometric-mask",
+    "negative-mask",
 ]
+Ratio = Literal["token", "sequence", "clipped", "binary_tv", "binary_kl"]
 LENGTHS = ("steps", "epochs", "total_episodes")  # the run's length is given by one of these flags
 
 
@@ -184,7 +188,7 @@ class Config:
     template_args: tuple[str, ...] = ()  # with --template chat: arguments such as enable_thinking=false
     date: str = "2024-07-26"  # date that a chat template prints instead of today's
     extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
-    env: str = ""  # environment FILE.py:FUNCTION, called after each turn of the policy; empty: one turn
+    env: str = ""  # environment FILE.py:FUNCTION or :CLASS, called after each turn; empty: one turn
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
     seed: Amount = 0  # the only source of randomness
 
@@ -237,8 +241,8 @@ class Config:
     # --- the loss
     gamma: Share = 1.0  # discount (ppo, and --advantage return_whiten)
     lam: Share = 1.0  # GAE's lambda (ppo, and --advantage return_whiten)
-    clip_low: Share = 0.2  # the policy's ratio is clipped to at least 1 - clip_low
-    clip_high: NotNegative = 0.2  # the policy's ratio is clipped to at most 1 + clip_high
+    clip_low: Share = 0.2  # the ratio is clipped to at least 1 - clip_low; DPPO: bound for advantages < 0
+    clip_high: NotNegative = 0.2  # the ratio is clipped to at most 1 + clip_high; DPPO: bound for others
     value_clip: Positive | None = 0.2  # clip range of the value loss; None: plain squared error
     freeze_policy_steps: Amount = 0  # number of first steps that train only the critic
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"  # estimator of KL(policy || ref), in metric and reward
@@ -248,7 +252,7 @@ class Config:
     mismatch: Mismatch = "token-truncate"  # importance weights p_trainer / p_engine in the loss; none: off
     mismatch_bounds: tuple[NotNegative, NotNegative] = (0.0, 2.0)  # outside: clamped (…-truncate), 0 (…-mask)
     advantage: Advantage = "group_mean_std"  # how rewards become advantages (grpo)
-    ratio: Literal["token", "sequence", "clipped"] = "token"  # sequence: GSPO; clipped: CISPO (grpo)
+    ratio: Ratio = "token"  # sequence: GSPO; clipped: CISPO; binary_…: DPPO (grpo)
     aggregation: Literal["token", "response", "max_len", "prompt"] = "token"  # average of token losses (grpo)
     overlong_buffer: Amount = 0  # length penalty from this many tokens before the limit; 0: off (DAPO)
     nonstop_penalty: NotNegative = 0.0  # subtracted from rewards of responses cut by length
@@ -268,6 +272,7 @@ class Config:
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some"] = "some"  # some: of 8 prompts, once in --eval_every steps
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
+    profile: Amount | None = None  # run this step under torch's profiler; writes a trace to --out; None: off
     track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
     stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
@@ -370,6 +375,11 @@ class Config:
             "LOW up to 1, and HIGH from 1",
         )
         require(
+            low > 0 or self.mismatch != "negative-mask",
+            "--mismatch negative-mask with the lower bound 0 masks nothing",
+            "--mismatch_bounds 0.6 2",
+        )
+        require(
             self.overlong_buffer < self.max_response_len,
             f"--overlong_buffer {self.overlong_buffer} is not shorter than a response",
             f"less than --max_response_len {self.max_response_len}",
@@ -379,6 +389,9 @@ class Config:
             "--resample_rounds and --drop_uniform compare the samples of a prompt",
             "neither of them, or --algo grpo with another --advantage than return_whiten",
         )
+        self._check_carry()
+
+    def _check_carry(self):
         if self.carry:
             carry = f"--carry {self.carry}"
             require(
@@ -525,9 +538,13 @@ class Config:
 
     @property
     def updates_per_step(self) -> int:
-        """Number of policy updates in a step. With one update, the policy's ratio is always 1, so the clip
-        has no effect."""
+        """Number of policy updates in a step. With one update, the policy's ratio is always 1."""
         return self.policy_updates * self.passes_per_step
+
+    @property
+    def clips(self) -> bool:
+        """Whether --clip_low and --clip_high can have an effect."""
+        return self.updates_per_step > 1 or self.ratio.startswith("binary")
 
 
 @functools.cache
@@ -1026,7 +1043,7 @@ NO_EFFECT = (
     ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
     ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
     # With one update, the ratio is 1.
-    ("clip_low clip_high", "updates_per_step", 1, "--policy_updates 2 or --passes_per_step 2"),
+    ("clip_low clip_high", "clips", False, "--policy_updates 2 or --passes_per_step 2"),
     ("lora_alpha", "lora", 0, "--lora above 0"),
     ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
     ("max_turns", "env", "", "--env FILE.py:FUNCTION"),

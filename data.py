@@ -78,6 +78,11 @@ class Problem:
     def where(self) -> str:
         return f"{os.path.basename(self.file)}:{self.row}"
 
+    @property
+    def row_values(self) -> Any:
+        """Returns the row of the data file, or {} if `fields` was not kept."""
+        return json.loads(self.fields) if self.fields else {}
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:

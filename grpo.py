@@ -1,7 +1,8 @@
 """The GRPO family as pure tensor maths: algorithms that need no critic.
 
 Papers: GRPO arXiv 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, RLOO 2402.14740, REINFORCE++ 2501.03262,
-GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786.
+GSPO 2507.18071, CISPO 2506.13585, ScaleRL 2510.13786, DeepSeek-V3.2 2512.02556, GDPO 2601.05242,
+MaxRL 2602.02710, DPPO 2602.04879.
 
 Three flags make an algorithm:
     --advantage    how rewards become advantages: `group_advantages`, or ppo.gae for return_whiten
@@ -32,14 +33,24 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         "leave_one_out"         reward minus the mean of the group's other rewards (RLOO)
         "group_mean_whiten"     group_mean; train.py whitens it over the tokens of the step
         "group_mean_batch_std"  group_mean; train.py divides it by `batch_std` (ScaleRL)
+        "group_mean_over_mean"  group_mean / mean of the group, for rewards from 0 (MaxRL, 2602.02710)
+        "group_each_std"        group_mean; train.decoupled_advantages takes its place (GDPO)
     Raises ValueError for another kind."""
     n = rewards.shape[1]
-    centred = rewards - rewards.mean(1, keepdim=True)
+    mean = rewards.mean(1, keepdim=True)
+    centred = rewards - mean
     if kind == "group_mean_std":
         centred /= rewards.std(1, keepdim=True) + 1e-6
+    elif kind == "group_mean_over_mean":
+        centred /= mean
     elif kind == "leave_one_out":
         centred *= n / (n - 1)
-    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
+    elif kind not in (
+        "group_mean",
+        "group_mean_whiten",
+        "group_mean_batch_std",
+        "group_each_std",
+    ):
         raise ValueError(f"unknown advantage {kind!r}")
     # Equal rewards get 0 here, because a rounding error of the mean could make their advantages nonzero.
     return torch.where(keep_groups(rewards)[:, None], centred, 0)
@@ -107,6 +118,7 @@ def policy_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     correction: Tensor | float = 1.0,
+    engine_logp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of a pack (a scalar: the sum of the tokens' losses times `weights`) and the number of
     clipped tokens.
@@ -118,6 +130,11 @@ def policy_loss(
         "token"     exp(logp - old_logp) of each token, clipped (PPO, 1707.06347, eq. 7; GRPO)
         "sequence"  exp of the mean of logp - old_logp over the response, clipped as in PPO (GSPO, eq. 7)
         "clipped"   loss = -advantage × logp × detach(clipped token ratio) (CISPO, eq. 4)
+        "binary_tv", "binary_kl"
+                    the token ratio without a clip. A token's loss is 0 if its advantage moves its probability
+                    farther away from the engine's, and `divergence` is above clip_high (advantage above 0)
+                    or clip_low (below 0) (DPPO, 2602.04879)
+    engine_logp (T,): log-probs of the engine that sampled the tokens; only for "binary_…"
     Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":
@@ -131,9 +148,29 @@ def policy_loss(
         free, near = rho * advantages, inside * advantages
         loss = -torch.minimum(free, near)
         clipped = near < free
+    elif ratio in ("binary_tv", "binary_kl"):
+        away = (logp > engine_logp) == (advantages > 0)
+        bound = torch.where(advantages > 0, clip_high, clip_low)
+        far = divergence(logp.detach(), engine_logp, ratio) > bound
+        clipped = away & far
+        loss = torch.where(clipped, 0, -rho * advantages)
     else:
         raise ValueError(f"unknown ratio {ratio!r}")
     return (torch.where(mask, loss * correction, 0) * weights).sum(), (clipped & mask).sum()
+
+
+def divergence(logp: Tensor, engine_logp: Tensor, kind: str) -> Tensor:
+    """Returns (T,): a divergence of trainer and engine at each token, from the sampled token's probabilities
+    p and q alone (DPPO, 2602.04879): |p - q| for "binary_tv"; for "binary_kl" the KL from q to p, in nats, of
+    the two events "this token" and "another token"."""
+    edge = 1e-7  # the logarithms below need probabilities between 0 and 1
+    p = logp.exp().clamp(edge, 1 - edge)
+    q = engine_logp.exp().clamp(edge, 1 - edge)
+    if kind == "binary_tv":
+        return (p - q).abs()
+    this = q * (q / p).log()
+    other = (1 - q) * ((1 - q) / (1 - p)).log()
+    return this + other
 
 
 @torch.no_grad()
@@ -145,6 +182,8 @@ def mismatch_weight(
     kind: str,
     low: float,
     high: float,
+    now: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors (T,), without gradient:
     1. importance weights, which correct the difference between trainer and engine; 0 outside `mask`
@@ -153,28 +192,39 @@ def mismatch_weight(
     logp (T,): the trainer's log-probs, before the step's first update
     engine_logp (T,): log-probs of the engine that sampled the tokens
     low, high: bounds of the ratio p_trainer / p_engine
-    kind: "none" (each token's ratio without bounds) or LEVEL-ACTION
+    now, advantages (T,): the trainer's log-probs in this update; only for "negative-mask"
+    kind: "none" (each token's ratio without bounds), "negative-mask" or LEVEL-ACTION
         "token-…"      the ratio of each token
         "sequence-…"   the product of a response's ratios
         "geometric-…"  the geometric mean of a response's ratios, as in verl
         "…-truncate"   the ratio is clamped to [low, high]
         "…-mask"       a ratio outside [low, high] becomes 0
+        "negative-mask"  the ratio of each token; 0 where the advantage is negative and the geometric mean of
+                       the response's exp(now - engine_logp) is below low
     Raises KeyError for another kind.
 
     Sources: "token-truncate" with low = 0 is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training"), "token-mask" is IcePop (arXiv 2510.18855), "sequence-mask" is MIS
-    (Liu et al. 2025, "When Speed Kills Stability")."""
+    (Liu et al. 2025, "When Speed Kills Stability"), "negative-mask" with low = exp(-δ) is the off-policy
+    sequence mask of DeepSeek-V3.2 (2512.02556, sec. 3.1)."""
     level, _, action = kind.partition("-")
     log_ratio = torch.where(mask, logp - engine_logp, 0)
     total = _segment_sum(log_ratio, segment)
     ratio = {
         "none": log_ratio,
+        "negative": log_ratio,
         "token": log_ratio,
         "sequence": total,
         "geometric": total / _segment_tokens(mask, segment),
     }[level].exp()
     near = ratio.clamp(low, high)
-    weight = {"": ratio, "truncate": near, "mask": torch.where(near == ratio, ratio, 0)}[action]
+    inside = near == ratio
+    if level == "negative":
+        gap = torch.where(mask, now - engine_logp, 0)
+        mean = _segment_sum(gap, segment) / _segment_tokens(mask, segment)
+        inside = mean.exp() >= low
+        inside |= advantages >= 0
+    weight = {"": ratio, "truncate": near, "mask": torch.where(inside, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)
 
 

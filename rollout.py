@@ -4,8 +4,8 @@ with engine.awake(full_weights(policy), version=step):
     samples, _ = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
 
 import itertools
-import json
 import math
+import random
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -262,13 +262,14 @@ class Trajectories:
             return False
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
-            problem = self.problems[s.prompt_id].text
-            turn_text = s.text[len(before.text) :]
+            problem = self.problems[s.prompt_id]
             self.grader.ask(
                 s.key,
-                problem,
-                turn_text,
-                s.turns,
+                s.turn_texts[::2],
+                problem=problem.text,
+                row=problem.row_values,
+                seed=self._seed(s),
+                last=s.turns == self.cfg.max_turns,
             )
         else:
             self._complete(s)
@@ -291,11 +292,19 @@ class Trajectories:
             text = self.engine.text_of(np.concatenate([turn, new.ids]))
         return replace(extended(before, new), text=before.text + text)
 
+    def _seed(self, s):
+        """Returns the seed of a response's environment, the same in all steps that a response is carried
+        through."""
+        key = self.key
+        if self.cfg.carry and key[1] == TRAIN:
+            key = key[:2]  # a carried prompt_id is a number of the whole run
+        return random.Random(f"{key} {s.key}").getrandbits(48)
+
     def _complete(self, s):
+        self.grader.release(self._seed(s))
         problem = self.problems[s.prompt_id]
         self.finished[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
-        row = json.loads(problem.fields) if problem.fields else {}
         facts = {"tokens": len(s.ids), "turns": s.turns}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit(
@@ -307,7 +316,7 @@ class Trajectories:
                 extractor,
                 term.custom,
                 problem=problem.text,
-                row=row,
+                row=problem.row_values,
                 sample=facts,
             )
 
@@ -601,7 +610,7 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
         tokens=len(s.ids),
     )
     if problem.fields:
-        row["row"] = json.loads(problem.fields)
+        row["row"] = problem.row_values
     if s.turns > 1:
         row["turns"] = s.turns
         row["segments"] = s.turn_texts

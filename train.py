@@ -86,6 +86,7 @@ from rollout import (
     sample_row,
     score_sets,
     shape_rewards,
+    terms_of,
 )
 from tools import plan, report
 
@@ -133,7 +134,8 @@ def train(run: Run) -> bool:
     cfg = run.cfg
     policy = run.policy.model
     device = run.world.device
-    for step in range(run.start, cfg.steps + 1):
+    chosen = cfg.profile if run.world.main else None
+    for step in dist.profiled(range(run.start, cfg.steps + 1), chosen, run.log.out, run.log.say):
         start = time.perf_counter()
         meter = Meter(device)
         with run.engine.awake(dist.full_weights(policy, device), version=step):
@@ -401,12 +403,18 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     assert sizes <= {n}, f"not {n} samples of each prompt: {sizes}"
     scores = torch.tensor([s.score for s in samples], dtype=torch.float64)
     scores = scores.view(-1, n)  # (P, n): P prompts
+    if cfg.advantage == "group_mean_over_mean":
+        found = "--advantage group_mean_over_mean with a negative score"
+        ok = bool((scores >= 0).all())
+        dist.together(require, ok, found, "rewards from 0, or --advantage group_mean_std")
     advantages = grpo.group_advantages(scores, cfg.advantage)
+    if cfg.advantage == "group_each_std":
+        advantages = decoupled_advantages(samples, cfg)
     keep = torch.ones(len(samples), dtype=torch.bool)
     if cfg.drop_uniform:
         keep = grpo.keep_groups(scores).repeat_interleave(n)
     advantages = advantages.flatten()
-    if cfg.advantage == "group_mean_batch_std":
+    if cfg.advantage in ("group_mean_batch_std", "group_each_std"):
         kept = advantages[keep]
         sums = torch.stack([keep.sum(), (kept * kept).sum()])
         advantages /= grpo.batch_std(dist.all_sum(sums))
@@ -419,6 +427,17 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
             strict=True,
         )
     ]
+
+
+def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
+    """Returns (P, n): the sum over the terms of --reward of weight × the term's own group_mean_std advantage
+    (GDPO, arXiv 2601.05242). The caller divides by `grpo.batch_std`."""
+    total = 0
+    for term in terms_of(cfg):
+        values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
+        rewards = torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+        total = total + term.weight * grpo.group_advantages(rewards)
+    return total
 
 
 def make_packs(
@@ -636,9 +655,9 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    weight, cut = grpo.mismatch_weight(
-        old, p.engine_logp, p.mask, segment, cfg.mismatch, *cfg.mismatch_bounds
-    )
+    seen = (old, p.engine_logp, p.mask, segment)
+    bounds = (cfg.mismatch, *cfg.mismatch_bounds)
+    weight, cut = grpo.mismatch_weight(*seen, *bounds, logp, p.advantages)
     correction = 1.0 if cfg.mismatch == "none" else weight
     weights = p.mask / tokens
     ratio = "token"
@@ -647,7 +666,8 @@ def policy_pack_loss(
         sizes = (tokens, responses, cfg.max_response_len)
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, *sizes, p.prompt_share)
     inputs = (logp, old, p.advantages, p.mask, segment, weights)
-    loss, clipped = grpo.policy_loss(*inputs, ratio, cfg.clip_low, cfg.clip_high, correction)
+    clip = (cfg.clip_low, cfg.clip_high)
+    loss, clipped = grpo.policy_loss(*inputs, ratio, *clip, correction, p.engine_logp)
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,

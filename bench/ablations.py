@@ -3,6 +3,7 @@
     python -m bench.ablations [--part core] [--tasks chain think] [--seeds 5] [--jobs 2]
     python -m bench.ablations --report                     # train nothing: tables of the finished runs
     python -m bench.ablations --vary my.py:advantage       # your function against ours, on all tasks
+    python -m bench.ablations --vary clip_high=0.2,0.28    # a flag of train.py with two or more values
 
 A variant is a reference recipe with other flags or a patched function. --part all runs all variants. Finished
 runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to bench/results/ablations.md.
@@ -17,6 +18,7 @@ import json
 import math
 import os
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ import ppo
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
-from configs import PRESETS, Config, UserError, read_jsonl, require, user_errors
+from configs import PRESETS, Config, UserError, parse, read_jsonl, require, user_errors
 from engines import torch_engine
 from log import read_metrics
 from tools import tiny
@@ -99,9 +101,9 @@ def engine_gap(cfg: Config, stale: int = 0, nats: float = 0.0) -> None:
         last = len(kept) > cfg.steps
         right_load(self, kept[-1 if last else max(0, len(kept) - 1 - stale)])
 
-    def sample_token(logits, u, temperature):
+    def sample_token(logits, u, temperature, *rest):
         noise = 0.0 if len(kept) > cfg.steps else nats * torch.randn(logits.shape, generator=generator)
-        return right_sample(logits + noise, u, temperature)
+        return right_sample(logits + noise, u, temperature, *rest)
 
     torch_engine.TorchEngine.load, torch_engine.sample_token = load, sample_token
 
@@ -193,6 +195,13 @@ CORE = {
     "noise-0.3-mask": gap(nats=0.3, mismatch="token-mask"),
     "noise-0.3-sequence-mask": gap(nats=0.3, mismatch="sequence-mask"),
     "wrong-grades-0.1": Variant("grpo", {}, wrong_grades, dict(share=0.1)),
+    "max-rl": Variant("grpo", dict(advantage="group_mean_over_mean")),
+    "two-rewards": Variant("grpo", dict(overlong_buffer=16)),
+    "gdpo": Variant("grpo", dict(overlong_buffer=16, advantage="group_each_std")),
+    "dppo-tv": Variant("grpo-4", dict(ratio="binary_tv", clip_low=0.15, clip_high=0.15)),
+    "dppo-kl": Variant("grpo-4", dict(ratio="binary_kl", clip_low=0.05, clip_high=0.05)),
+    "stale-4-negative-mask": Variant("grpo", dict(mismatch="negative-mask", mismatch_bounds=(0.6, 2.0)),
+                                     engine_gap, dict(stale=4, nats=0.0)),
 }
 
 
@@ -444,6 +453,13 @@ CLAIMS = (
     Claim("IcePop helps if logits have noise", "IcePop 2510.18855", "noise-0.3-mask", "noise-0.3", 1),
     Claim("MIS helps if samples are from old weights", "MIS, Liu et al. 2025", "stale-4-sequence-mask",
           "stale-4", 1),
+    Claim("DeepSeek-V3.2's mask helps if samples are from old weights", "DeepSeek-V3.2 2512.02556, sec. 3.1",
+          "stale-4-negative-mask", "stale-4", 1),
+    Claim("dividing by the mean reward raises accuracy", "MaxRL 2602.02710", "max-rl", "grpo", 1),
+    Claim("normalising each reward on its own raises accuracy", "GDPO 2601.05242, experiments", "gdpo",
+          "two-rewards", 1),
+    Claim("masks by total variation raise accuracy", "DPPO 2602.04879, experiments", "dppo-tv", "grpo-4", 1),
+    Claim("masks by a binary KL raise accuracy", "DPPO 2602.04879, experiments", "dppo-kl", "grpo-4", 1),
     Claim("10 % wrong grades cost accuracy", "ours", "wrong-grades-0.1", "grpo", -1),
     *(Claim("a deliberate bug lowers accuracy", "ours", name, "grpo", -1)
       for name in ("wrong-sign", "wrong-no-stop-gradient", "wrong-stale-weights")),
@@ -477,6 +493,8 @@ NAMES = (
     "- `wrong-sign`, `wrong-pack-mean` and `wrong-no-stop-gradient` are deliberate bugs.",
     "- `wrong-stale-weights`: a deliberate bug; samples come only from the base model.",
     "- `wrong-grades-0.1`: 10 % of the training rewards are wrong.",
+    "- `two-rewards`: a length penalty from 16 tokens before the limit. `gdpo`: also GDPO's advantage.",
+    "- `-negative-mask`: `--mismatch negative-mask`, DeepSeek-V3.2's sequence mask, with LOW = 0.6.",
     "")
 
 
@@ -503,15 +521,15 @@ def claims_table(runs: Runs, tasks: Sequence[str]) -> list[str]:
 
 
 def task_table(runs: Runs, task: str, variants: dict[str, Variant]) -> list[str]:
-    rows = []
-    for name, variant in variants.items():
+    rows, first = [], next(iter(variants))
+    for name in variants:
         found = list(runs.get((task, name), {}).values())
         if not found:
             continue
         accuracy = fmean(MEASURES["accuracy"](row, task) for row in found)
-        gap = difference(runs, task, name, variant.reference) if name != variant.reference else None
+        gap = difference(runs, task, name, first) if name != first else None
         rows.append((name, len(found), f"{accuracy:.3f}", gap or "", sum(map(collapsed, found))))
-    head = ("variant", "runs", "mean accuracy", "minus the reference's accuracy", "collapsed runs")
+    head = ("variant", "runs", "mean accuracy", f"minus {first}", "collapsed runs")
     return table(head, rows)
 
 
@@ -588,11 +606,33 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
     return runs
 
 
+# Words of train.py's command line that give a preset the method of a recipe of REFERENCES
+COMMANDS = {"grpo": "tiny-grpo", "grpo-4": "tiny-grpo --policy_updates 4", "ppo": "tiny-ppo"}
+
+
+def varied_flag(flag: str, values: str) -> dict[str, Variant]:
+    """Returns a variant for each value of a flag: the first recipe of REFERENCES in which the flag has an
+    effect, with this value. Raises UserError for a wrong flag or value."""
+    texts, errors = values.split(","), []
+    require(len(texts) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
+    for reference, command in COMMANDS.items():
+        try:
+            cfgs = {text: parse([*command.split(), f"--{flag}", text], "bench.ablations") for text in texts}
+        except UserError as e:
+            errors.append(e)
+            continue
+        return {f"{flag}={text}": Variant(reference, {flag: getattr(cfg, flag)})
+                for text, cfg in cfgs.items()}
+    raise errors[0]
+
+
 def varied(spec: str) -> dict[str, Variant]:
     """Returns the two variants that --vary compares: a reference recipe, and the same recipe with the user's
     FUNCTION in place of HOOKS[FUNCTION]. Raises UserError if the file or HOOKS[FUNCTION] is missing.
 
-    spec: FILE.py:FUNCTION"""
+    spec: FILE.py:FUNCTION, or FLAG=VALUE,VALUE"""
+    if re.match(r"\w+=", spec):
+        return varied_flag(*spec.split("=", 1))
     file, _, name = spec.rpartition(":")
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
@@ -621,7 +661,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant and task, at most 30")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, one core each")
     parser.add_argument("--only", nargs="*", help="names of the variants to run")
-    parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, compared with the reference")
+    parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, or FLAG=VALUE,VALUE")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the tables")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
     args = parser.parse_args()

@@ -64,6 +64,9 @@ LATE = (
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
+# Parameters that the class of an environment with state may have; what else `_take_turn` reads
+MAKE = ["problem", "row", "seed"]
+STATE = ["seed", "texts", "last"]
 # The server runs this file as the module __main__. Files in the project's folder, which may be the user's,
 # must not be imported in place of the standard library or of packages: so this folder comes after the
 # standard library, and later after the packages (see `_import_function`).
@@ -133,6 +136,7 @@ WARM = [
 _function = grade  # a request's arguments -> a value
 _is_env = False  # whether the function is an environment
 _user_file = ""  # FILE.py
+_live = {}  # seed of a response -> its environment with state, and the policy's turns that it has read
 
 
 def _rewarded(value):
@@ -165,6 +169,40 @@ def _replied(value):
     if reward is not None:
         reward, _ = _rewarded(reward)
     return Reply(text, reward, bool(done)), "replied"
+
+
+def _take_turn(make, names, seed, texts, last, **values):
+    """Returns the reply of a response's environment to the last of `texts`, the policy's turns so far. If no
+    environment here has read exactly the earlier turns, a new one reads them first: after a crash, or in a
+    later run. An environment is closed after an error, after the response's end, or if `texts` is empty.
+
+    make: the user's class; names: its parameters, among `seed` and `values`; rest: see Grader.ask"""
+    env, seen = _live.pop(seed, (None, []))
+    if env and seen != texts[:-1]:
+        _close(env)
+        env = None
+    if not texts:
+        return None
+    if env is None:
+        values["seed"] = seed
+        env = make(**{name: values[name] for name in names})
+        seen = []
+    going = False
+    try:
+        for text in texts[len(seen) :]:
+            reply = _replied(env.step(text))[0]
+        going = not (last or reply.done or reply.text is None)
+    finally:
+        if going:
+            _live[seed] = env, texts
+        else:
+            _close(env)
+    return reply
+
+
+def _close(env):
+    """Call env.close(), if there is such a method."""
+    getattr(env, "close", bool)()
 
 
 def _carry_out(request, deadline):
@@ -237,13 +275,20 @@ def _import_function(spec, known):
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     function = module[name]
+    is_class = isinstance(function, type)
     signature = inspect.signature(function)
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
+    if is_class:
+        names = [name for name in MAKE if name in signature.parameters]
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
     files = _user_files(path, sys.modules.keys() - before)
+    if is_class:
+        function.step  # noqa: B018  raises AttributeError
+        function = partial(_take_turn, function, names)
+        names = sorted({*names, *STATE})
     return function, dict(names=names, seconds=seconds, parallel=parallel, files=files)
 
 
@@ -278,6 +323,8 @@ class _Worker(get_context("fork").Process):
 
     def run(self):
         super().run()
+        for env, _ in _live.values():
+            _close(env)
         sys.exit(ENDED)
 
     @property
@@ -311,9 +358,10 @@ def _watch(parent):
     _die()
 
 
-def _dispatch(connection, workers, cpu, wall):
+def _dispatch(connection, pools, workers, cpu, wall):
     """Receive requests, let workers carry them out, and send the outcomes.
 
+    pools: number of pools with `workers` workers each. All turns of a response go to the same pool
     cpu, wall: seconds that a request may take"""
     import pebble
 
@@ -333,11 +381,15 @@ def _dispatch(connection, workers, cpu, wall):
 
     context = get_context("fork")
     context.Process = _Worker
-    pool = pebble.ProcessPool(workers, MAX_TASKS, _init_worker, [connection], context)
+    options = [workers, MAX_TASKS, _init_worker, [connection], context]
+    pools = [pebble.ProcessPool(*options) for _ in range(pools)]
     # pebble raises RuntimeError after someone has killed an idle worker.
     with suppress(EOFError, OSError, RuntimeError):
         while True:
             number, request = json.loads(connection.recv_bytes())
+            pool = pools[0]
+            if len(pools) > 1:
+                pool = pools[json.loads(request)["seed"] % len(pools)]
             future = pool.schedule(_carry_out, [request, cpu], timeout=wall)
             future.add_done_callback(partial(done, number))
 
@@ -373,7 +425,7 @@ def serve(
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
     os.close(handle)
-    facts = dict(seconds=0, parallel=0)
+    facts = dict(seconds=0, parallel=0, names=[])
     if spec:
         _is_env = known == TURN
         _user_file = spec.rpartition(":")[0]
@@ -393,7 +445,10 @@ def serve(
         pass
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
-    _dispatch(connection, facts["parallel"] or workers, cpu, wall)
+    shape = (1, facts["parallel"] or workers)
+    if "texts" in facts["names"]:
+        shape = shape[::-1]
+    _dispatch(connection, *shape, cpu, wall)
     _die()
 
 
@@ -500,8 +555,8 @@ class Grader(AbstractContextManager):
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
-    env         the environment "FILE.py:FUNCTION". After a crash the call is repeated, so the result must
-                depend only on the arguments.
+    env         the environment "FILE.py:FUNCTION" or "FILE.py:CLASS". After a crash calls are repeated, so
+                the result must depend only on the arguments (of a class: and on the earlier turns).
     say         prints what the Grader waits for
     stop        a list that a signal such as ctrl-C fills; then `results` stops waiting
 
@@ -581,12 +636,21 @@ class Grader(AbstractContextManager):
             request = json.dumps(dict(answer=answer, gold=gold, kind=kind))
             self.comparisons.add(request, (key, answer))
 
-    def ask(self, key: Hashable, problem: str, text: str, turn: int) -> None:
-        """Queue the call env(problem, text, turn), without waiting. `results` will return the Reply for
-        `key`. If the call fails, `results` will return a Grade with the reason "error" or "timeout" instead.
+    def ask(self, key: Hashable, texts: Sequence[str], **values: Any) -> None:
+        """Queue the call of the environment for the policy's last turn, without waiting. `results` will
+        return the Reply for `key`. If the call fails, `results` will return a Grade with the reason "error"
+        or "timeout" instead.
 
-        turn: number of the turn, from 1"""
-        self._call(self.env, dict(problem=problem, text=text, turn=turn), (key, None))
+        texts: all turns of the policy; () closes the response's environment, if it has state
+        values: problem, its text; and for an environment with state: row, the row of the data file; seed, the
+            response's own seed; last, whether the response ends after this turn, whatever the reply is"""
+        values |= dict(texts=texts, turn=len(texts), text="".join(texts[-1:]))
+        self._call(self.env, values, (key, None))
+
+    def release(self, seed: int) -> None:
+        """Queue the closing of the environment of the response with this seed, if it is still open."""
+        if self.env and "texts" in self.functions[self.env].facts["names"]:
+            self.ask(None, (), problem="", row=None, seed=seed, last=True)
 
     def _call(self, spec, values, waiter):
         """Queue a call of a user's function. values: parameter -> value"""

@@ -45,7 +45,7 @@ MAY_CHANGE = (
     "out resume model critic_model ref_model data template system_prompt template_args "
     "reward env "
     "steps epochs total_episodes eval_data eval_every eval_samples "
-    "save_every keep keep_best save_samples save_logps track "
+    "save_every keep keep_best save_samples save_logps track profile "
     "engine engine_share max_num_seqs tp grade_workers grade_deadline selfcheck go "
     "layout ranks device shard_ranks network deterministic recompute offload pack_len "
     "grace stall_limit max_logp_gap"

@@ -218,3 +218,20 @@ def test_a_flipped_sign_and_wrong_grades_turn_what_they_say(restored, monkeypatc
     ablations.flip_sign(ablations.REFERENCE)
     flipped = [s.advantage for s in train.add_group_advantages(group, ablations.REFERENCE)]
     assert right[0] > 0 and flipped == [-a for a in right]
+
+
+def test_a_flag_is_varied_in_a_recipe_where_it_has_an_effect():
+    found = ablations.varied("clip_high=0.2,0.28")
+    assert {k: (v.reference, v.flags) for k, v in found.items()} == {
+        "clip_high=0.2": ("grpo-4", {"clip_high": 0.2}), "clip_high=0.28": ("grpo-4", {"clip_high": 0.28})}
+    assert ablations.varied("advantage=group_mean,group_mean_over_mean")["advantage=group_mean"] == (
+        "grpo", {"advantage": "group_mean"}, None, {})
+    assert {v.reference for v in ablations.varied("value_clip=0.2,None").values()} == {"ppo"}
+    for spec, words in (("clip_high=0.2", "needed: two or more"), ("clip_hi=1,2", "did you mean --clip_high"),
+                        ("advantage=a,b", "invalid choice")):
+        with pytest.raises(UserError, match=words):
+            ablations.varied(spec)
+    runs = {("chain", f"clip_high={x}"): {("w", seed): row(x + seed / 100) for seed in range(3)}
+            for x in (0.2, 0.28)}
+    table = ablations.task_table(runs, "chain", found)
+    assert "minus clip_high=0.2" in table[0] and "+0.080 ± 0.000" in table[-1]

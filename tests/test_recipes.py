@@ -649,7 +649,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
             gap = found["differences"]["sums"]["metrics"]["avg@4"]
             assert gap == pytest.approx({"value": mean, "stderr": error})
             words += f" {mean:+.4f} ± {error:.4f}"
-        assert lines[i - 3].split() == words.split()
+        assert words.split() in map(str.split, lines)
     assert len({values.mean() for values in rewards}) == 3
     for out in [], ["--out", str(together)]:
         assert run_ranks(2, outcome, [model, *argv, *out]) == [

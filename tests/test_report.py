@@ -1,5 +1,6 @@
 """Tests of tools/report.py: the report of a run, and the comparison of several runs."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -13,7 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 from test_log import METRICS, PPO, healthy, learning, written
 
-from configs import read_jsonl, run_command
+from bench import ablations
+from configs import UserError, read_jsonl, run_command
 from log import Logger, read_metrics
 from tools import report
 from tools.report import PANELS, compare, plot, recipes, report_on, story, write_report
@@ -225,3 +227,40 @@ def test_panels_have_lines_for_metrics_or_for_recipes(tmp_path, monkeypatch):
             assert not box.count_overlaps(axes) and box.y0 >= 0 and box.x1 <= figure.bbox.x1 + 1
     for _, pattern, _ in PANELS:
         assert any(re.fullmatch(pattern, name.replace("<k>", "1")) for name in METRICS), pattern
+
+
+def test_a_table_has_intervals_and_paired_differences(tmp_path, monkeypatch, capsys):
+    """The first recipe has seeds 0 to 4, the second 1 to 5. The intervals are those of bench.ablations, which
+    has a printed table of Student's t."""
+    monkeypatch.chdir(tmp_path)
+    draw, scores, runs = random.Random(0), [{}, {}], []
+    for i, clip in enumerate((0.2, 0.28)):
+        for seed in range(i, 5 + i):
+            scores[i][seed] = draw.random()
+            rows = [{"step": 0, "reward": 0.1, "eval/e/avg@2": 0.3}, {"step": 1, "reward": 0.2},
+                    {"step": 2, "eval/e/avg@2": scores[i][seed]}]
+            runs.append(run_of(tmp_path / f"{i}-{seed}", seed, rows, clip_high=clip))
+    for n in range(2, 32):
+        values = [draw.gauss(0, 1) for _ in range(n)]
+        want = 2.0423 / ablations.T_975[-1] if n == 31 else 1.0  # T_975 ends at 30 values
+        assert report.half_interval(values) == pytest.approx(ablations.estimate(values).half * want, rel=5e-4)
+    assert math.isnan(report.half_interval([1.0]))
+    head, *body = report.table(runs, "eval/e/avg@2")
+    assert [row[:2] for row in body] == [["--clip_high 0.2", "5"], ["--clip_high 0.28", "5"]]
+    gaps = [scores[1][seed] - scores[0][seed] for seed in range(1, 5)]
+    for row, values, differences in zip(body, scores, ([0.0] * 5, gaps), strict=True):
+        for cells, part in ((row[2:4], list(values.values())), (row[4:], differences)):
+            found = ablations.estimate(part)
+            assert [float(cell) for cell in cells] == pytest.approx([found.mean, found.half], abs=2e-4)
+    report_on(tuple(runs), tmp_path / "t.csv")
+    printed = capsys.readouterr().out
+    assert all(cell in printed for row in (head, *body) for cell in row)
+    read = list(csv.reader((tmp_path / "t.csv").read_text().splitlines()))
+    assert read == [head, *body]
+    report_on(tuple(runs), tmp_path / "t.tex", "reward")
+    lines = (tmp_path / "t.tex").read_text().splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrrrr}" and lines[-1] == r"\end{tabular}"
+    assert lines[1] == r"recipe & runs & reward & $\pm$ 95 \% & minus the first & $\pm$ 95 \% \\"
+    assert lines[3] == r"--clip\_high 0.28 & 5 & 0.2000 & 0.0000 & 0.0000 & 0.0000 \\"
+    with pytest.raises(UserError, match="has no metric nothing; needed: --metric of"):
+        report_on(tuple(runs), tmp_path / "t.tex", "nothing")

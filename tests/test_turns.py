@@ -132,7 +132,8 @@ def replies(env: str, questions) -> tuple[list, dict]:
     """Returns the environment's replies to the questions (problem, text, turn), and the Grader's errors."""
     with Grader(workers=2, deadline=0.5, env=env) as grader:
         for i, question in enumerate(questions):
-            grader.ask(i, *question)
+            problem, text, turn = question
+            grader.ask(i, [""] * (turn - 1) + [text], problem=problem)
         found = grader.results()
         return [found[i] for i in range(len(questions))], grader.errors
 

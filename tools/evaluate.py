@@ -158,14 +158,15 @@ def score_table(sets: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table with a line for each evaluation set and model. A line has the model's avg@n. From the
-    second model on, it also has the avg@n minus the first model's avg@n.
+    """Returns a table with a line for each evaluation set, metric (avg@n, pass@k, maj@n) and model. From the
+    second model on, it also has the value minus the first model's value.
 
     results: the content of each model's scores.json"""
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
-        metric = next(iter(found["metrics"]))
-        for result in results:
+        for metric, result in itertools.product(found["metrics"], results):
+            if "@" not in metric:
+                continue
             score = result["sets"][name]["metrics"][metric]
             versus = ""
             if "differences" in result:

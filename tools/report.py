@@ -2,12 +2,14 @@
 
     python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
     python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
+    python -m tools.report RUN RUN2 … --out table.tex      # their table as LaTeX, or as .csv
 
 Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of the
-runs, and a band from the lowest to the highest run.
+runs, and a band from the lowest to the highest run. The table has 95 % intervals over the runs.
 """
 
 import base64
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -210,6 +212,53 @@ def compare(runs: Sequence[Path]) -> str:
     return "\n".join(lines)
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Returns half of the 95 % interval of the mean of n values, by Student's t; NaN if n < 2."""
+    freedom = len(values) - 1
+    if freedom < 1:
+        return math.nan
+    # t is √freedom × the tangent of an angle with the density cos^(freedom - 1).
+    angle = np.linspace(-math.pi / 2, math.pi / 2, 100_001)
+    share = np.cumsum(np.cos(angle) ** (freedom - 1))
+    t = math.tan(np.interp(0.975 * share[-1], share, angle)) * freedom**0.5
+    return t * np.std(values, ddof=1) / len(values) ** 0.5
+
+
+def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
+    """Returns a head and a row for each recipe: the flags in which recipes differ, the number of runs, the
+    mean of the runs' last values of the metric, and the mean of their differences from the first recipe's
+    runs with the same seeds. A half 95 % interval is behind each mean."""
+    rows = [["recipe", "runs", metric, "± 95 %", "minus the first", "± 95 %"]]
+    groups = recipes(runs)
+    flags = [set(_flags(group[0]).items()) for group in groups]
+    first = {}
+    for group, own in zip(groups, flags, strict=True):
+        _, values = _values(list(map(read_metrics, group)), metric)
+        require(
+            values.size > 0, f"{group[0]} has no metric {metric}", "--metric of docs/metrics.md"
+        )
+        seeds = [read_json(run / "config.json").get("seed", run) for run in group]
+        scores = dict(zip(seeds, values[:, -1], strict=True))
+        first = first or scores
+        differ = sorted(own - set.intersection(*flags))
+        rows.append([" ".join(map(" ".join, differ)) or str(group[0]), str(len(group))])
+        gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
+        for numbers in filter(None, (list(scores.values()), gaps)):
+            rows[-1] += [f"{np.mean(numbers):.4f}", f"{half_interval(numbers):.4f}"]
+    return rows
+
+
+def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
+    """Write the rows as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
+    if to.suffix == ".tex":
+        body = "".join(" & ".join(row) + " \\\\\n" for row in rows)
+        body = re.sub("([_%#])", r"\\\1", body).replace("±", r"$\pm$")
+        text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
+    else:
+        text = "".join(f'"{row[0]}",{",".join(row[1:])}\n' for row in rows)
+    to.write_text(text, encoding="utf-8")
+
+
 def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
     training, the last alarms, and the paths of report, plot, metrics and exported model."""
@@ -332,13 +381,17 @@ def write_report(run: Path) -> None:
     (run / "report.html").write_text(page, encoding="utf-8", errors="replace")
 
 
-def report_on(runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None) -> None:
+def report_on(
+    runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None, metric: str = ""
+) -> None:
     """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
-    draw their curves in one picture, and print their summaries side by side.
+    draw their curves in one picture, and print their summaries side by side, and a table.
 
     Args:
         runs: folders of runs (train.py's --out); if none is given, the current folder
-        out: file for the picture of the runs; for several runs, the default is compare.png"""
+        out: file for the picture of the runs, or .csv or .tex for their table; for several runs, the default
+            is compare.png
+        metric: metric of the table; the default is the first eval/…/avg@k, or else reward"""
     for run in runs:
         require(
             bool(read_metrics(run)),
@@ -350,14 +403,22 @@ def report_on(runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None) ->
         show(story(*runs))
         return
     to = out or Path("compare.png")
+    found = _names(read_metrics(runs[0]), r"eval/.+/avg@\d+")
+    rows = table(runs, metric or [*found, "reward"][0])
     # ValueError: the suffix of --out is no type of picture
     with explained(
         f"can't write {to}",
-        "--out with a .png, .pdf or .svg file in a folder that exists",
+        "--out with a .png, .pdf, .svg, .csv or .tex file in a folder that exists",
         (OSError, ValueError),
     ):
-        plot(runs, to)
-    show(f"{compare(runs)}\n\nplot  {to}")
+        if to.suffix in (".csv", ".tex"):
+            write_table(rows, to)
+        else:
+            plot(runs, to)
+    lines = []
+    for name, *cells in rows:
+        lines.append(f"{name:40}" + "".join(f"{cell:>17}" for cell in cells))
+    show("\n".join([compare(runs), "", *lines, "", f"file  {to}"]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Tests of environments with state (--env FILE.py:CLASS): replay, closing, killed workers, resumed runs."""
+
+import dataclasses
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT, maths, run, run_ranks, wait_until
+from test_turns import content, sampled
+
+from configs import UserError
+from grading.worker import Grade, Grader, Reply
+from log import read_metrics
+
+LOGGED = '''
+import os
+import signal
+
+class Counts:
+    """Replies with the number of turns so far, and a secret that it was made with."""
+    def __init__(self, problem, row, seed):
+        self.secret, self.turns = seed % 89 + 10, 0
+        self.log("open")
+
+    def step(self, text):
+        self.turns += 1
+        self.secret = (self.secret * 7 + len(text)) % 89 + 10
+        if self.turns == 2 and os.path.exists(f"{FOLDER}/kill"):
+            try:
+                os.rename(f"{FOLDER}/kill", f"{FOLDER}/killed")
+                os.kill(os.getppid() if SERVER else os.getpid(), signal.SIGKILL)
+            except FileNotFoundError:
+                pass  # another worker was faster
+        if self.secret % 11 == 0:
+            raise RuntimeError("lost")
+        return f"{self.turns}:{self.secret}" if self.turns < 4 else None
+
+    def close(self):
+        self.log("close")
+
+    def log(self, word):
+        with open(f"{FOLDER}/log", "a") as file:
+            file.write(word + "\\n")
+
+class NoStep:
+    pass
+
+class Wants:
+    def __init__(self, problem, tokenizer):
+        pass
+'''
+
+
+def logged(folder: Path, server: bool = True) -> str:
+    file = folder / "env.py"
+    file.write_text(f"FOLDER, SERVER = {str(folder)!r}, {server}\n{LOGGED}")
+    return f"{file}:Counts"
+
+
+def log(folder: Path) -> Counter:
+    return Counter((folder / "log").read_text().split())
+
+
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory):
+    """Returns the file with the three classes of docs/forking.md."""
+    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    classes = [b for b in blocks if re.search(r"^class (Guess|Memory|Repair)\b", b, re.M)]
+    assert len(classes) == 3
+    file = tmp_path_factory.mktemp("env") / "three.py"
+    file.write_text("\n\n".join(classes))
+    return file
+
+
+def children(pid: int) -> list[int]:
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def played(env: str, policy, row=None, kill=False) -> list:
+    """Returns the replies in one response. policy: replies so far -> the next turn, or None
+    kill: whether the workers are killed between turns"""
+    found, turns = [], []
+    with Grader(workers=2, deadline=2.0, env=env) as grader:
+        while turn := policy(found):
+            turns.append(turn)
+            grader.ask(0, turns, problem="p", row=row, seed=5, last=False)
+            found.append(grader.results()[0])
+            if kill:
+                server = grader.functions[env].process.pid
+                old = children(server)
+                for pid in old:
+                    os.kill(pid, signal.SIGKILL)
+                assert old and wait_until(lambda old=old, server=server: not {*old} & {*children(server)})
+    return found
+
+
+def bisects(replies: list) -> str | None:
+    low, high = 10, 99
+    for reply in replies:
+        middle = (low + high) // 2
+        if reply.text is None:
+            return None
+        low, high = (middle + 1, high) if "higher" in reply.text else (low, middle - 1)
+    return f"<tool>{(low + high) // 2}</tool>"
+
+
+def says(*turns: str):
+    return lambda replies: [*turns, None][len(replies)]
+
+
+def test_the_documented_classes_keep_their_state_and_are_replayed(documented):
+    sums = says("<tool>17+25</tool>", "<tool>ans+8</tool>", "<tool>ans+1</tool>", "done")
+    want = [Reply(f"<result>{n}</result>") for n in (42, 50, 51)] + [Reply()]
+    assert played(f"{documented}:Memory", sums) == want == played(f"{documented}:Memory", sums, kill=True)
+    replies = played(f"{documented}:Guess", bisects)
+    assert replies[-1].reward == 1 / len(replies) and 2 < len(replies) <= 7
+    row = {"tests": ["assert f(2) == 4", "assert f(3) == 9", "assert f(0) == 0"]}
+    programs = ["def f(x): return 2 * x", "def f(x): return x * x"]
+    want = [Reply("\nfailed: assert f(3) == 9\n"), Reply(reward=1.0)]
+    assert played(f"{documented}:Repair", says(*programs), row) == want
+    assert played(f"{documented}:Repair", says(*programs[:1] * 3), row)[-1].reward == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(("name", "words"), [("NoStep", "no attribute 'step'"), ("Wants", "'tokenizer'")])
+def test_a_class_that_is_no_environment_is_one_line(tmp_path, name, words):
+    env = logged(tmp_path).replace("Counts", name)
+    with pytest.raises(UserError, match=words):
+        Grader(env=env)
+
+
+def test_every_environment_is_closed_once(tiny, tmp_path):
+    """Responses end by a reply, an error, --max_turns, the length limit, or a text that leaves no room."""
+    env = logged(tmp_path)
+    samples, errors = sampled(tiny, env, max_response_len=40, samples_per_prompt=6, grade_workers=2)
+    assert "RuntimeError" in errors and {True, False} == {s.stopped for s in samples if s.turns > 1}
+    assert "error" in {s.reason for s in samples} and max(s.turns for s in samples) == 4
+    with_env = [s for s in samples if s.turns > 1 or s.stopped]
+    found = log(tmp_path)
+    assert found["open"] == found["close"] == len(with_env)
+    sampled(tiny, env, max_response_len=40, samples_per_prompt=6, max_turns=2)
+    found = log(tmp_path)
+    assert found["open"] == found["close"] > len(with_env)
+
+
+@pytest.mark.parametrize("server", [False, True])
+def test_a_killed_process_loses_no_state(tiny, tmp_path, server):
+    """The server's end changes nothing. The end of a worker ends the response whose turn it worked on."""
+    env = logged(tmp_path, server)
+    samples, _ = sampled(tiny, env, grade_workers=1)
+    (tmp_path / "kill").touch()
+    again, errors = sampled(tiny, env, grade_workers=1)
+    assert (tmp_path / "killed").exists()
+    lost = [a for a, b in zip(content(samples), content(again), strict=True) if a != b]
+    assert len(lost) == (0 if server else 1) and ("WorkerDied" in errors) == (not server)
+
+
+def test_killed_resumed_and_carried_runs_are_equal_to_the_undisturbed(base, tmp_path):
+    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2,
+                              eval_data=(), steps=3, save_every=1, max_response_len=40, env=logged(tmp_path))
+    rows, weights = run(cfg, tmp_path / "a", ranks=2)
+    assert max(row["turns"] for row in rows) > 1.5 and sum(row["carried"] for row in rows) > 5
+    (tmp_path / "kill").touch()
+    stopping = dataclasses.replace(cfg, out=str(tmp_path / "b"))
+    assert run_ranks(2, ranks.stopped, stopping, ranks.has_steps, stopping, 1) == ["", ""]
+    assert (tmp_path / "killed").exists() and len(read_metrics(tmp_path / "b")) < 3
+    (tmp_path / "killed").rename(tmp_path / "kill")
+    other_rows, other = run(cfg, tmp_path / "b", ranks=2)
+    assert (tmp_path / "killed").exists()
+    assert maths(other_rows) == maths(rows) and all(torch.equal(weights[k], other[k]) for k in weights)
+
+
+def test_a_function_is_no_class(tmp_path):
+    """An environment without state is asked as before: by problem, text and turn."""
+    (tmp_path / "e.py").write_text("def f(problem, text, turn):\n    return f'{problem}{text}{turn}'\n")
+    with Grader(env=f"{tmp_path}/e.py:f") as grader:
+        grader.ask(0, ["x", "y"], problem="p", row={}, seed=1, last=True)
+        grader.release(1)
+        assert grader.results() == {0: Reply("py2")}
+    assert Grade(0.0, "error", None).reward == 0
