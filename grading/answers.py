@@ -45,7 +45,7 @@ CHANGED = _table("""not; no; never; wrong; incorrect; false; negative; minus; op
     reciprocal; inverse; more; less; most; least; bound; excluded; neither; nothing; but; except; divisible;
     exceeds; up""")
 CODES = _table("""i is are equals answer equal; v for where with when if; a solution solutions value values;
-    o only""")
+    o only; t to""")
 CONDITION = re.compile(r"\b(?:integers?|real|constants?|natural)\b")
 BASES = "two three four five six seven eight nine ten eleven twelve".split()
 BASES = {word: i for i, word in enumerate(BASES, 2)}
@@ -68,7 +68,7 @@ SIGNS = _table(r""", land wedge and; | lvert rvert vert mid; < lt; > gt; : colon
     * times cdot ast; % percent percents; frac dfrac tfrac cfrac; ≤ le leq leqslant; ≥ ge geq geqslant;
     ≠ ne neq; overline bar dot; ° circ degree; ∅ varnothing emptyset; ∖ backslash setminus; ∪ bigcup cup;
     ∩ bigcap cap; ∈ in; ≈ approx; ≡ equiv; ± pm; over; choose; mod pmod bmod; ∞ infty infinity;
-    binom dbinom tbinom; sqrt; ⌊ lfloor; ⌋ rfloor; ⌈ lceil; ⌉ rceil; boxed; ~ quad qquad; π pi; θ theta""")
+    binom dbinom tbinom; sqrt; ⌊ lfloor; ⌋ rfloor; ⌈ lceil; ⌉ rceil; boxed; π pi; φ phi varphi; θ theta""")
 SIGNS |= {"<=": "≤", ">=": "≥", "!=": "≠", "**": "^", **dict.fromkeys(("lor", "vee", "or"), ";"), "Omega": "ohms"}
 SPELLED = set("or and percent percents infinity mod sqrt pi theta".split())  # words without a backslash
 FUNCTIONS = _table("""sin; cos; tan tg; cot ctg; sec; csc; arcsin; arccos; arctan arctg; ln; log; lg; exp;
@@ -82,9 +82,14 @@ CLEANED = [
     (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-z]))", "°"),
     (r"(?:° *|\bdegrees? )(?:\\\w+\{)? ?([CF])(?:elsius|ahrenheit)?\b\}?", r" \\text{deg\1}"),
     (r"\b([ap])\. ?m\b\.?", r"\1m"),
-    (r"(?<=\d)(?:st|nd|rd|th)\b|\{(?=[:,]\})|(?<=\{[:,])\}", ""),  # 4th, {:} and {,}
+    (r"(?<=\d)(?:st|nd|rd|th)\b", ""),  # July 4th
+    (r"\{(:|,(?=\}\d{3}))\}", r"\1"),  # 7{:}45 and 1{,}234
     (r"(?<=[\d}]) ?(?:\\text\{ ?)?to ?\}? ?(?=[\d\\])", ":"),  # 3 to 4
     (r"\bper cent\b", "%"),
+    (r"\\q?quad *(?=\(|[a-z] ?\\in)", ","),
+    (r"^(.*[tux].*)\+ ?[cK]$", r"\1+C"),  # the constant of an integral
+    (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),
+    (r"(hours?|minutes?|feet),? and (?=\}? ?\d)", r"\1 "),
     (r"\\mathbb ?\{? ?([A-Z]) ?\}?", r" \\set\1 "),
     (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
     (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
@@ -100,7 +105,7 @@ DELIMITED = re.compile(
     re.DOTALL,
 )
 TOKEN = re.compile(
-    r"""(?P<space> [\s~]+ | \\[,;:\ ] | \\[()[\]])
+    r"""(?P<space> [\s~]+ | \\q?quad(?![a-z]) | \\[,;:\ ] | \\[()[\]])
     | (?P<open> (?P<text> \\(?:text\w*|mbox|mathrm|operatorname\*?)\s*\{)
         | \\begin\s*\{\w+\*?\}(?:\{[lcr|]*\})? | \\\{ | \\lbrace(?![a-z]) | \\langle(?![a-z]) | [([{])
     | (?P<close> \\end\s*\{\w+\*?\} | \\\} | \\rbrace(?![a-z]) | \\rangle(?![a-z]) | [)\]}])
@@ -153,7 +158,8 @@ def _close(levels, opened, end):
     start, gap = opened.pop()
     while inside and inside[-1].text == ".":
         inside.pop()
-    if start == "text":
+    words = inside and levels[-1] and inside[0].kind in ("mod", "w") and (len(inside) == 1 or inside[0].kind == "mod")
+    if start == "text" or words:  # 5 (cm) and 3 (mod 7)
         levels[-1] += inside
         return
     start = re.sub(r"\s|\{[lcr|]*\}$|\*", "", BRACKETS.get(start, start)).replace("array", "matrix")
@@ -300,6 +306,8 @@ class Parser:
             return _merged("=", left, self.parse(4), kind)
         if kind in "+-±" or level < 9 or kind in "*/":
             right = self.parse(level)
+            if kind == "-" and left.value == "setR":
+                return Node("∖", (left, right))
             if kind == "-":
                 return _merged("+", left, Node("neg", (right,)))
             return Node(kind, (left, right)) if kind in "/±∖" else _merged(kind, left, right)
@@ -310,6 +318,10 @@ class Parser:
         right = self.parse(9)
         if right.kind == "given":
             return left
+        if right.kind == "(" and "matrix" in right.value:
+            return scaled(left, right)
+        if right.kind == "(" and left.kind == "x" and left.value.isupper():  # the point A(1,2)
+            return Node("=", (left, right), "=")
         number = token.kind == "9" or token.text == "{}" and token.parts[:1] and token.parts[0].kind == "9"
         last = left.parts[-1] if left.kind == "*" else left
         if number and last.kind == "num" or right.kind not in EXPRESSIONS or left.kind not in EXPRESSIONS:
@@ -330,6 +342,8 @@ class Parser:
         kind = token.kind
         if kind in "-+±":
             inside = self.parse(8)
+            if kind == "-" and inside.kind == "(":
+                return scaled(Node("neg", (decimal("1"),)), inside)
             return inside if kind == "+" else Node(kind, (ZERO, inside)) if kind == "±" else Node("neg", (inside,))
         if kind == "9":
             return self.number(token.text)
@@ -412,7 +426,8 @@ class Parser:
             text += "_" + spell(index)
         while self.accept("'"):
             text += "'"
-        if text[0] in "fgFGPEQ" and self.peek("(") and not self.all[self.at].gap and self.all[self.at].text != "{}":
+        point = self.peek("(") and text.isupper() and any(t.kind == "," for t in self.all[self.at].parts)
+        if text[0] in "fgFGPEQ" and not point and self.peek("(") and not self.all[self.at].gap and self.all[self.at].text != "{}":
             text += spell(self.all[self.at : self.at + 1])  # f(x)
             self.at += 1
         return Node("x", (), text)
@@ -483,6 +498,15 @@ def _merged(kind, left, right, sign=""):
     return Node(kind, (*parts, right), signs or None)
 
 
+def scaled(factor: Node, matrix: Node) -> Node:
+    """Returns a number times a matrix."""
+    found = []
+    for part in matrix.parts:
+        pair = number(factor), number(part)
+        found.append(_merged("*", factor, part) if None in pair else Node("num", (), Number(pair[0].value * pair[1].value)))
+    return matrix._replace(parts=tuple(found))
+
+
 def decimal(text: str) -> Node:
     """Returns the node of a decimal number, such as 1.5 or 3e4."""
     if not text.isascii() or len(text) > 300:
@@ -515,7 +539,7 @@ def quantity(value: Node, words: list[Token]) -> Node | None:
     flat = [t for token in words for t in (token.parts if token.kind == "(" else [token])]
     text = " ".join(t.text for t in flat)
     names = re.findall(r"[^\W\d_]+|[$°]", text)
-    bad = {name.lower() for name in names} & NO_UNIT.keys() or PART.search(text) or len(names) > 4
+    bad = {n.lower().removesuffix(s) for n in names for s in ("", "s")} & NO_UNIT.keys() or PART.search(text) or len(names) > 4
     strange = any(t.kind not in "w9/*^-." and t.text not in UNITS for t in flat)
     if bad or strange or not names or value.kind not in EXPRESSIONS | {":"}:
         return None
@@ -525,7 +549,7 @@ def quantity(value: Node, words: list[Token]) -> Node | None:
     text = re.sub(r"(\w+) \^ - (\d)", r"/ \1 \2", text)
     text = re.sub(r"\b(?:sq|square|cubic) (?:\. )?(\w+)", lambda m: f"{m[1]} {3 if m[0][0] == 'c' else 2}", text)
     unit = [UNITS.get(word, word) for word in re.findall(r"\w+|[/$°]", text) if word not in ("such", "of", "1")]
-    free = any(noun.fullmatch(name.lower()) or re.sub("s$", "", name.lower()) in UNITS for name in names)
+    free = text[:6] == "choice" or any(noun.fullmatch(name.lower()) or re.sub("s$", "", name.lower()) in UNITS for name in names)
     return Node("unit", (value,), (tuple(unit), free))
 
 
@@ -543,7 +567,7 @@ def bracket(token: Token) -> Node:
         return node
     if node.kind in ",;":
         return Node("(", node.parts, text)
-    if text[0] == "[":
+    if text[0] == "[" and node.kind != "(":
         return Node("floor", (node,))
     return Node("given") if node.kind in ("given", "text") or node.kind == "=" else node
 
@@ -603,7 +627,7 @@ def _introduced(found):
     for t in found:
         word = CODES.get(t.text.lower(), "n" if t.text.lower() in CHANGED else "w")
         code += word[0] if t.kind == "w" else t.kind[:1]
-    if match := re.match(r"[=≈:]+|[wx]{0,10}[iwa]*i[:=]*(?=[^=])|w[wx]{0,9}:(?=.)", code):
+    if match := re.match(r"[=≈:]+|[wxa]{0,12}it?[:=]*(?=[^=])|w[wx]{0,9}:(?=.)", code):
         end = match.end()
         if end == 2 and found[0].text.lower().endswith("s") and end < len(found):
             return [*found[end:], found[0]]
@@ -717,12 +741,14 @@ def _name(node):
     of an equation to solve, such as 2x or x^2."""
     kind, parts, value = node
     if kind in ("x", "text"):
-        return None if value.casefold() in CHANGED.keys() | {"π", "∞"} else value
+        return None if {*value.casefold().split()} & (CHANGED.keys() | {"π", "∞"}) else value
     if kind in (":", "/", "("):
         names = [_name(part) for part in parts]
         return None if None in names else f"({','.join(names)})" if kind == "(" else ":".join(names)
     letters = variables(node)
     if kind in ("+", "*") and len(letters) > 1 or kind in ("sin", "cos", "tan", "cot", "abs") and letters:
+        if "".join(str(part.value) for part in parts) in CHANGED:
+            return None
         numbers = [n for n in walk(node) if kind in "+*" and n.kind in ("num", "neg", "/", "root")]
         powers = [n.parts[1] for n in walk(node) if n.kind == "^"]
         return None if len(numbers) > len(powers) else key(node)
@@ -858,9 +884,7 @@ def _same(answer, gold, prove):
     if "text" in kinds and kinds <= {"text", "x"}:
         words = answer.value, gold.value
         return min(map(len, words)) > 1 and words[0].casefold() == words[1].casefold()
-    if kinds == {"equation"}:
-        return prove(answer, gold)
-    return kinds <= EXPRESSIONS and not b and not _unfinished(answer, gold) and prove(answer, gold)
+    return (kinds == {"equation"} or kinds <= EXPRESSIONS and not b) and not _unfinished(answer, gold) and prove(answer, gold)
 
 
 SETS = {"<", "∪", "∩", "∖"}
@@ -874,18 +898,18 @@ def _same_named(answer, gold, prove):
     calls = [re.fullmatch(r"[A-Za-z]\(([a-z])\)", text or "") for text in (name, needed)]
     if other and all(calls) and bare[0] == bare[1]:  # f(t)=2t equals f(x)=2x
         return _same(_renamed(a, calls[0][1], calls[1][1]), b, prove)
-    if other and not {a.kind, b.kind} <= EXPRESSIONS | {"text"} or "<" in (a.kind, b.kind) and name != needed:
-        left = {name or needed} - variables(a if needed and not name else b)
-        if other or left:
-            return False
+    if "<" in (a.kind, b.kind):
+        return prove(answer, gold)
+    if other and not {a.kind, b.kind} <= EXPRESSIONS | {"text"}:
+        return False
     equations = [Node("equation", n.parts[::-1], "=") if n.kind == "named" else n for n in (answer, gold)]
     solved = all(n.kind == "equation" and len(n.parts) == 2 for n in equations)
     if needed and len(gold.parts) > 1 and gold.parts[1].kind in "+*" and len(variables(gold.parts[1])) > 1:
-        return solved and prove(*equations)  # x+y=5 may be a line
+        return solved and _same(*equations, prove)  # x+y=5 may be a line
     if other or "equation" in (a.kind, b.kind):
         letters = variables(b)
         curve = not needed or letters and letters | {needed} <= set("Ctxyz")
-        return bool(curve and solved) and prove(*equations)
+        return bool(curve and solved) and _same(*equations, prove)
     return _same(a, b, prove)
 
 
@@ -903,6 +927,8 @@ def _same_chain(answer, gold, prove):
     verdicts = [_same(value, target, prove)]
     if not verdicts[0] and _has_decimal(gold):
         verdicts = [any(_same(step, gold, prove) for step in steps[answer.value + 1 :])]
+    if value.kind == "unit" and value.value[0] == ("degree",):
+        value = Node("°", value.parts)
     for i, step in enumerate(steps if verdicts[0] else ()):
         verdicts.append(step == value or prove(step, value, 1e-6 if i < answer.value else 0.01))
     return _all(verdicts)
@@ -968,7 +994,8 @@ def _unfinished(answer, gold):
     """Returns whether an answer has a calculation that the gold answer lacks (see the top)."""
     ours, theirs = _calculations(answer), _calculations(gold)
     free = ("root", "log") if variables(gold) else ()
-    theirs["product"] = theirs["product"] or theirs["power"]
+    theirs["product"] += theirs["power"]
+    theirs["power"] += gold.kind == "equation" and any(n.kind == "^" for n in walk(gold))
     for name, count in ours.items():
         many = name in ("sum", "product", "power", "trig") or name in free
         if count > theirs[name] and not (many and theirs[name]):
@@ -988,7 +1015,7 @@ def _calculations(node, parent=""):
     fixed = not variables(node)
     if kind == "+":
         found["sum"] += _like_terms(node)
-    elif kind in ("*", "/") and parent not in ("*", "/") or kind == "neg" and parts[0].kind == "neg":
+    elif kind in ("*", "/") or kind == "neg" and "neg" in (parts[0].kind, *(n.kind for n in parts[0].parts[:1])):
         found["product"] += kind == "neg" or _product(node)
     elif kind == "^":
         _power(node, found)
@@ -1069,14 +1096,19 @@ def factors(node: Node) -> tuple[list, list]:
 def _product(node):
     """Returns whether a product has two numbers (2·3x), a ratio that is an integer (4π/2), or a base twice."""
     tops, bottoms = factors(node)
-    above, below = ([number(f).value for f in side if number(f) and abs(number(f).value) != 1] for side in (tops, bottoms))
+    numeric = [part for part in node.parts if any(map(_number, sum(factors(part), [])))]
+    above, below = ([number(f).value for f in side if _number(f)] for side in (tops, bottoms))
     ratio = prod(above, start=Fraction(1)) / (prod(below) or 1)
-    halves = [n for n in above if n.denominator > 1]
-    bases = [key(f.parts[0] if f.kind == "^" else f) for f in (*tops, *bottoms) if f.kind == "^" or bottoms if not number(f)]
-    imaginary = [f for f in tops if f.kind == "+" and _is_complex(f)]
-    reducible = (halves or below) and ratio.denominator == 1
-    many = max(len(above), len(halves) + len(below), len(imaginary)) > 1
-    return many or bool(reducible) or len(set(bases)) < len(bases) or any(map(_is_complex, bottoms))
+    reducible = node.kind == "/" and below and (ratio.denominator == 1 or any(n.denominator > 1 for n in above))
+    powers = [f for f in (*tops, *bottoms) if f.kind == "^" or bottoms and not number(f)]
+    bases = [key(f.parts[0] if f.kind == "^" else f) for f in powers]
+    imaginary = sum(f.kind == "+" and _is_complex(f) for f in tops) > 1 or any(map(_is_complex, bottoms))
+    many = node.kind == "*" and len(numeric) > 1
+    return many or bool(reducible) or len(set(bases)) < len(bases) or imaginary
+
+
+def _number(node):
+    return number(node) and abs(number(node).value) != 1
 
 
 def _is_complex(node):
@@ -1088,6 +1120,8 @@ def _power(node, found):
     base, exponent = node.parts
     power = number(exponent)
     if power and not is_integer(power):
+        found["root"] += 1
+    elif any(n.kind == "/" for n in walk(exponent)):
         found["root"] += 1
     elif power:
         sides = factors(base)
@@ -1117,7 +1151,7 @@ def math_equal(answer: Node, gold: Node, tolerance: float | None = None) -> bool
             if not kinds <= EXPRESSIONS:
                 return _same_set(answer, gold)
             return all(_same_value(answer, gold, tolerance, point) for point in points(answer, gold))
-    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError, MemoryError, AttributeError):
+    except (ArithmeticError, ValueError, TypeError, KeyError, RecursionError, MemoryError, AttributeError, IndexError):
         return False
 
 
@@ -1178,7 +1212,7 @@ def _same_set(answer, gold):
     from mpmath import inf, mpmathify
 
     nodes = [*walk(answer), *walk(gold)]
-    names = set().union(*(variables(n) for n in nodes if n.kind == "<"))
+    names = set().union(*(variables(n.parts[-1] if n.kind == "named" else n) for n in nodes if n.kind in ("<", "named")))
     values = [mpmathify(value_of(n, {})) for n in nodes if n.kind in EXPRESSIONS and not variables(n)]
     ends = sorted({*values, *(-value for value in values), inf, -inf})
     middles = [(a + b) / 2 for a, b in zip(ends[1:], ends[2:-1], strict=False)]
@@ -1201,7 +1235,9 @@ def _has(node, x):
         cuts = [_has(part, x) for part in parts if part.value == "≠"]
         parts = [part for part in parts if part.value != "≠"]
         return all(cuts) and (not parts or sum(_has(part, x) for part in parts))
-    members = [_has(part, x) for part in parts[: None if kind != "named" else 1]]
+    if kind == "named":  # |z|∈[1,3]
+        return _has(parts[0], value_of(parts[1], dict.fromkeys(variables(parts[1]), x)))
+    members = [_has(part, x) for part in parts]
     if kind == "∖":
         return members[0] and not members[1]
     return all(members) if kind == "∩" else any(members)
