@@ -241,8 +241,8 @@ def _token(match, in_text, gap):
         return [Token("w", {"$": "$"}.get(name, "ohms"), gap)]
     sign = SIGNS.get(low, piece if piece == r"\\" else name)
     letter = unescape(f"&{name};") if sign == name and len(name) > 1 else sign
-    if re.fullmatch("set[A-Z]|.", letter) and letter.isalpha():
-        return [Token("x", letter, gap)]
+    if re.fullmatch("set[A-Z]", name) or len(letter) == 1 and letter.isalpha():
+        return [Token("x", name if name[:3] == "set" else letter, gap)]
     return [Token(sign, sign, gap)]
 
 
@@ -704,20 +704,22 @@ def meaning(node: Node) -> Node:
     found = []
     for part in parts:
         found += part.parts if part.kind == "," else [part]
-    found = [part for part in found if not _is_condition(part, found)]
+    letters = set()
+    for part in found:
+        letters |= variables(part) if part.kind in EXPRESSIONS or part.kind == "equation" else set()
+    found = [part for part in found if not _is_condition(part, letters, len(found))]
     if kind == "{":
         return Node("{", tuple(dict.fromkeys(found)))
     return _system(found) if len(found) > 1 else found[0]
 
 
-def _is_condition(node, others):
+def _is_condition(node, letters, count):
     """Returns whether an element of a list is a condition, such as k∈Z, or x≠1 beside an expression in x."""
-    if node.kind == "given" or node.kind == "named" and node.parts[0] == REALS and len(others) > 1:
-        return True
+    if node.kind == "named" and node.parts[0] == REALS:
+        return count > 1
     if node.kind == "text":
         return node.value[1:2] == " " and CONDITION.search(node.value) is not None
-    inside = [o for o in others if o.kind in EXPRESSIONS | {"equation"}]
-    return node.kind == "<" and any(variables(node) & variables(o) for o in inside)
+    return node.kind == "given" or node.kind == "<" and bool(variables(node) & letters)
 
 
 def _with_sign(node, sign):

@@ -21,7 +21,8 @@ import reward
 from configs import UserError
 from data import Problem
 from grading import worker
-from grading.answers import extract_answer, grade
+from grading.answers import grade
+from grading.extract import extract_answer
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
 from reward import think_then_answer
