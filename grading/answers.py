@@ -110,7 +110,7 @@ class Token(NamedTuple):
 
 SIGNS = _table(
     ", land wedge and; | lvert rvert vert mid; < lt; > gt; : colon; / div; * times cdot ast;",
-    "% percent percents; frac dfrac tfrac cfrac; ≤ <= le leq leqslant; ≥ >= ge geq geqslant;",
+    "% percent percents; frac dfrac tfrac cfrac; ≤ <= =< le leq leqslant; ≥ >= ge geq geqslant;",
     "≠ != ne neq; ° circ degree; ∅ varnothing emptyset; ∖ backslash setminus; ∪ bigcup cup;",
     "∩ bigcap cap; ∈ in; ≈ approx; ≡ equiv; ± pm; over; choose; mod pmod bmod; ^ **; sqrt;",
     "∞ infty infinity; binom dbinom tbinom; ⌊ lfloor; ⌋ rfloor; ⌈ lceil; ⌉ rceil; boxed;",
@@ -169,8 +169,8 @@ TOKEN = re.compile(
     | (?P<open> (?P<text> \\(?:text\w*|mbox|mathrm|operatorname\*?)\s*\{)
         | \\begin\s*\{\w+\*?\}(?:\{[lcr|]*\})? | \\\{ | \\lbrace(?![a-z]) | \\langle(?![a-z]) | [([{])
     | (?P<close> \\end\s*\{\w+\*?\} | \\\} | \\rbrace(?![a-z]) | \\rangle(?![a-z]) | [)\]}])
-    | (?P<number> (?:\d*\.\d+ | \d*\.(?=r\d) | \d+)(?:r\d+ | [eE][+-]?\d{1,3}(?!\d))?)
-    | (?P<letters> \\?[^\W\d_]+) | (?P<sign> <= | >= | != | \*\* | \\. | .)""",
+    | (?P<number> (?:\d*\.\d+ | \d*\.(?=r\d) | \d+\.(?=/) | \d+)(?:r\d+ | [eE][+-]?\d{1,3}(?!\d))?)
+    | (?P<letters> \\?[^\W\d_]+) | (?P<sign> [<>!]= | =< | \*\* | \\. | .)""",
     re.VERBOSE | re.DOTALL,
 )
 BRACKETS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": "}"}
@@ -753,7 +753,7 @@ def _relation(parts, signs):
     first, last = parts[0], parts[-1]
     if set(signs) & set("<>≤≥≠"):
         free = [part for part in parts if variables(part)]
-        inside = free[0].parts[0] if free and free[0].kind == "abs" else (free or [ZERO])[0]
+        inside = free[0].parts[0] if free and free[0].kind in ("abs", "neg") else (free or [ZERO])[0]
         return Node("<" if len(free) == 1 and inside.kind == "x" else "equation", parts, signs)
     if signs == "∈" and last.kind == "x" and last.value != "setR" and DOMAIN.fullmatch(last.value):
         return Node("given")
@@ -788,9 +788,7 @@ def _name(node):
     letters = variables(node)
     if "".join(sorted(letters)) == "not" or not letters:
         return None
-    numbers = [n for n in walk(node) if n.kind in ("num", "neg", "/", "root")]
-    powers = [n for n in walk(node) if n.kind == "^"]
-    total = kind in ("+", "*") and len(letters) > 1 and len(numbers) == len(powers)
+    total = kind in ("+", "*") and len(letters) > 1
     shape = kind == "floor" and len(min(letters)) > 1 or kind in ("sin", "cos", "tan", "cot", "abs")
     return (
         key(node)
@@ -1437,10 +1435,11 @@ def _sides(nodes):
 
 
 def _pieces(node):
+    """Returns the elements of a list, also of a list in it; the node itself if it is no list."""
     inside = _side(node)
-    return (
-        inside.parts if inside.kind in (",", "{") else (node if node.kind != "chain" else inside,)
-    )
+    if inside.kind in (",", "{"):
+        return [piece for part in inside.parts for piece in _pieces(part)]
+    return [inside if node.kind == "chain" else node]
 
 
 def _side(node):

@@ -222,7 +222,6 @@ def test_hostile_answers_end_within_the_deadline():
         reasons = {i: g.reason for i, g in grader.results().items()}
         bad = {cases[i][:60]: r for i, r in reasons.items() if r not in ("timeout", "unparsed", "wrong")}
         assert not bad, (bad, grader.errors)
-        assert sum(r == "timeout" for r in reasons.values()) >= 3
         grader.submit("after", boxed("x+7"), "7+x", True)
         assert grader.results()["after"].reason == "correct"
 
