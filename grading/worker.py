@@ -25,7 +25,6 @@ import gc
 import inspect
 import io
 import json
-import logging
 import os
 import queue
 import resource
@@ -45,7 +44,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import CODE, ROOT, Say, UserError, nearest, short_hash, shorten
-from grading.answers import extract, grade, math_equal, normalise, quick_grade, repeats
+from grading.answers import grade, quick_grade, repeats
+from grading.extract import extract
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
@@ -108,26 +108,6 @@ class Reply(NamedTuple):
     text: str | None = None
     reward: float | None = None
     done: bool = False
-
-
-# math-verify's parser takes seconds to build tables for each kind of expression. The server compares these
-# pairs (answer=gold) before it forks workers, so the workers inherit the tables.
-WARM = [
-    r"\frac{1}{2}x=0.5x",
-    r"x^2+2x+1=(x+1)^2",
-    r"\{1,2\}=1,2",
-    r"2\sqrt{2}=\sqrt[3]{8}",
-    r"x\ge5y=3:4",
-    r"\pi r^2+\sin(x)=e^{2x}-\ln|y|",
-    r"\binom{5}{2}+3!=10^{-3}",
-    r"-3i+\log_2 8=50\%",
-    r"1.5\times10^3=90^\circ",
-    r"\dfrac{a_1}{b}=5",
-    r"[0,1)\cup(2,3)=[0,1]",
-    r"\begin{pmatrix}1\\2\end{pmatrix}=(3,4)",
-    r"\int_0^1 x dx=\sum_{k=1}^n k",
-    r"\lim_{x\to0} x=\lfloor x\rfloor",
-]
 
 
 # --- in a worker
@@ -305,15 +285,6 @@ def _user_files(path, imported):
     return {name: short_hash(Path(file).read_bytes()) for name, file in files.items()}
 
 
-def _warm():
-    """Compare the pairs of WARM."""
-    # Hide math-verify's warning that its own timeouts are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    for pair in WARM:
-        with suppress(Exception):
-            math_equal(*map(normalise, pair.split("=", 1)))
-
-
 class _Worker(get_context("fork").Process):
     """A worker process. For pebble, the `exitcode` 0 is a planned end, and any other value is a crash.
 
@@ -434,8 +405,6 @@ def serve(
         except (Exception, SystemExit) as error:
             _send(connection, 0, _message(error))
             _die()
-    else:
-        _warm()
     _send(connection, 0, facts)
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
