@@ -130,7 +130,9 @@ class Sample:
     @property
     def is_sampled(self) -> np.ndarray:
         """Returns (L,) bool: true at tokens of the policy, false at the environment's."""
-        return np.ones(len(self.ids), bool) if self.sampled is None else self.sampled
+        if self.sampled is None:
+            return np.ones(len(self.ids), bool)
+        return self.sampled
 
     @property
     def policy_text(self) -> str:
@@ -408,9 +410,11 @@ def fix_date(tokenizer: Any, day: str) -> str:
     """Make the chat template print `day` (YYYY-MM-DD) instead of today's date. So a run has the same prompts
     on every day. Returns `day`, or "" if the template does not print today's date. Raises UserError if `day`
     is no date."""
-    own = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    if not day or not tokenizer.chat_template:
+        return ""
+    own = tokenizer.get_chat_template()
     call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
-    if not day or not call.search(own):
+    if not call.search(own):
         return ""
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
@@ -466,9 +470,8 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
             + "] + messages %}{% endif %}{{ '' }}"
             + own
         )
-    start = "".join(
-        tokenizer.convert_ids_to_tokens(tokenizer("").input_ids)
-    )  # BOS if the tokenizer adds it
+    added = tokenizer("").input_ids  # BOS if the tokenizer adds it
+    start = "".join(tokenizer.convert_ids_to_tokens(added))
     found = (
         "{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
         "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
@@ -476,7 +479,8 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
     )
     example = [{"role": "user", "content": "1 + 1"}]
     ids = tokenizer.apply_chat_template(example, chat_template=found, return_dict=False)
-    return found if ids == tokenizer(form.replace("{problem}", "1 + 1")).input_ids else ""
+    trained = tokenizer(form.replace("{problem}", "1 + 1")).input_ids
+    return found if ids == trained else ""
 
 
 def _as_jinja(value):
@@ -542,7 +546,7 @@ def _order(n, seed, epoch):
     rng = np.random.default_rng([seed, ORDER, epoch])
     rng.permutation(
         n
-    )  # unused; without this draw, runs would have another order than in earlier versions
+    )  # unused: without this draw, runs would have another order than in earlier versions
     return rng.permutation(n)
 
 
@@ -609,9 +613,8 @@ def assign(
         minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
     else:
         order = rng.permutation(len(lengths))
-        minibatches = [
-            np.sort(order[chosen]) for chosen in partition(lengths[order], cfg.minibatches)
-        ]
+        parts = partition(lengths[order], cfg.minibatches)
+        minibatches = [np.sort(order[part]) for part in parts]
     return [
         _packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len)
         for samples in minibatches

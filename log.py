@@ -150,9 +150,15 @@ def measure_samples(
     meter.add_values("response_len", lengths)
     for name, value in OF_SAMPLES.items():
         add(name, [value(s) for s in samples])
-    whole = [group for group in group_by_prompt(samples) if len(group) >= per_prompt]
-    add("pass@n", [any(s.right for s in group) for group in whole])
-    add("uniform_groups", [len({s.score for s in group}) == 1 for group in whole])
+    solved = []
+    uniform = []
+    for group in group_by_prompt(samples):
+        if len(group) >= per_prompt:
+            scores = {s.score for s in group}
+            solved.append(any(s.right for s in group))
+            uniform.append(len(scores) == 1)
+    add("pass@n", solved)
+    add("uniform_groups", uniform)
     add("response_len/right", [len(s.ids) for s in samples if s.right])
     add("response_len/wrong", [len(s.ids) for s in samples if not s.right])
     if turns:

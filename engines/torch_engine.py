@@ -105,7 +105,8 @@ class Pages(Cache):
         """kernel: a function like torch_kernel. sizes: see Cache"""
         super().__init__(*sizes)
         self.kernel = kernel
-        self.cu_seqlens = torch.arange(len(self.table) + 1, device=self.table.device).int()
+        numbers = torch.arange(len(self.table) + 1, device=self.table.device)
+        self.cu_seqlens = numbers.int()
         self.clear()
 
     def clear(self) -> None:
@@ -122,11 +123,13 @@ class Pages(Cache):
         other = self.latest.get(r.prompt)
         full = r.read // self.size
         shared = other.pages[:full] if other else []
-        needed = math.ceil((r.read + r.limit) / self.size) - len(shared)
+        pages = math.ceil((r.read + r.limit) / self.size)
+        needed = pages - len(shared)
         if needed > len(self.free):
             return False
-        r.pages = shared + self.free[len(self.free) - needed :]
-        del self.free[len(self.free) - needed :]
+        left = len(self.free) - needed
+        r.pages = shared + self.free[left:]
+        del self.free[left:]
         for page in r.pages:
             self.uses[page] += 1
         if other:  # the prompt's last tokens are in a page that the other response goes on to fill
@@ -209,7 +212,8 @@ class Rows(Cache):
         super().__init__(config, *sizes)
         self.vocabulary = config.vocab_size
         self.table = self.table.long()
-        self.numbers = torch.arange(max(self.longest, len(self.table)), device=self.table.device)
+        count = max(self.longest, len(self.table))
+        self.numbers = torch.arange(count, device=self.table.device)
         self.rows = 0  # number of rows in use
 
     def admit(self, r: Response) -> bool:
@@ -465,15 +469,17 @@ class Slots:
         """Put responses into the next free slots."""
         first = len(self.responses)
         self.responses += new
-        states = (self.inputs, self.draws, self.cache.table)
-        inputs, draws, table = values = [np.zeros((len(new), x.shape[1])) for x in states]
+        end_of_all = len(self.responses)
+        states = [self.inputs, self.draws, self.cache.table]
+        values = [np.zeros((len(new), x.shape[1])) for x in states]
+        inputs, draws, table = values
         for j, r in enumerate(new):
             end = r.read + r.limit
             inputs[j] = r.prompt[-1], r.read, end - 1
             draws[j, r.read : end] = uniforms((*key, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
         for state, value in zip(states, values, strict=True):
-            state[first : len(self.responses)] = to_device(value, state.device)
+            state[first:end_of_all] = to_device(value, state.device)
 
     def keep(self, kept: Sequence[int]) -> None:
         """Move the responses of the slots `kept` to the first slots. The other slots become empty."""
@@ -588,7 +594,8 @@ class TorchEngine(Engine):
         c = self.config
         numbers = 2 * c.num_hidden_layers * c.num_key_value_heads * head_size(c) * self.page
         page = self.dtype.itemsize * numbers  # bytes
-        weights = self.dtype.itemsize * sum(p.numel() for p in self.policy.parameters())
+        parameters = sum(p.numel() for p in self.policy.parameters())
+        weights = self.dtype.itemsize * parameters
         sampler = 4 * configs.SAMPLER_COPIES * self.cfg.max_num_seqs * c.vocab_size
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total - weights - sampler
@@ -630,7 +637,9 @@ class TorchEngine(Engine):
         cache.prefilled()
 
     def _prefill_pack(self, cache, pack):
-        tokens, positions, pages = [], [], []
+        tokens = []
+        positions = []
+        pages = []
         cu_seqlens = [0]
         for r in pack:
             tokens += r.prompt[: r.read]
@@ -715,13 +724,16 @@ class TorchEngine(Engine):
         if ended:
             new = range(len(recent), len(slots.responses))
             slots.keep([*kept, *new])
-        slots.cache.split(slots.inputs[: len(slots.responses), 0], bool(ended))
+        used = slots.inputs[: len(slots.responses)]
+        slots.cache.split(used[:, 0], bool(ended))
         return ended
 
     def _ends(self, r, new):
         """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
-        for end in range(len(r.ids) - new + 1, len(r.ids) + 1):
-            r.stopped = r.ids[end - 1] in self.eos or self.at_stop(r.ids[:end])
+        before = len(r.ids) - new
+        for i in range(before, len(r.ids)):
+            end = i + 1
+            r.stopped = r.ids[i] in self.eos or self.at_stop(r.ids[:end])
             if r.stopped or end == r.limit:
                 del r.ids[end:], r.logp[end:]
                 return True

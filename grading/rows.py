@@ -123,15 +123,13 @@ def problem_rows(
             if len(wrong) == MOST_ERRORS:
                 break
             continue
-        yield number, replace(found, fields=as_json(row)) if keep_fields else found
+        if keep_fields:
+            # Values of types that JSON lacks, such as dates, become texts.
+            found = replace(found, fields=json.dumps(row, default=str))
+        yield number, found
     if wrong:
         all_found = "; ".join(found for found, _, _ in wrong)
         raise UserError(f"{all_found}; needed: {wrong[0][2]}")
-
-
-def as_json(row: Any) -> str:
-    """Returns a row as JSON. Values of types that JSON lacks, such as dates, become texts."""
-    return json.dumps(row, default=str)
 
 
 def local_file(path: str) -> str:
@@ -201,7 +199,9 @@ def _unused(fields, problem, turns, where):
         if value is not problem and (of_question or not QUIET.search(name.casefold())):
             asked.append((name, value, of_question))
     # Most rows have no such field. So their prompts, which may be long, are not split into words.
-    shown = "".join(_texts([content for _, content in turns])) if asked else ""
+    if not asked:
+        return ()
+    shown = "".join(_texts([content for _, content in turns]))
     found = []
     for name, value, of_question in asked:
         if all(text in shown for text in _texts(value)):
@@ -224,7 +224,9 @@ def _texts(value):
         return list(itertools.chain(*map(_texts, value)))
     text = "" if value in (None, False) or value != value else str(value)
     words = re.findall(r"\w+|[^\w\s]", text)
-    return [" ".join(["", *words, ""])] if words else []
+    if not words:
+        return []
+    return [" ".join(["", *words, ""])]
 
 
 def _fields(row):
@@ -301,7 +303,9 @@ def _gold(fields):
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
-    return gold[0] if isinstance(gold, list) and len(gold) == 1 else gold
+    if isinstance(gold, list) and len(gold) == 1:
+        return gold[0]
+    return gold
 
 
 def _is_number(value):
@@ -489,9 +493,8 @@ def _arrow_rows(file):
 
     with explained(f"{file} can't be read", READABLE):
         if file.suffix == ".parquet":
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches(
-                1000
-            )  # 1000 rows in memory at once
+            # 1000 rows in memory at once
+            batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
         else:  # written by save_to_disk of the library `datasets`
             source = pyarrow.memory_map(str(file))
             if source.read_at(8, source.size() - 8) != ARROW_END:

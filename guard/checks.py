@@ -125,7 +125,9 @@ def case_of(
     memory = min(of_rank[0] for of_rank in every)
     host = min(of_rank[1] for of_rank in every)
     most = max(of_rank[2] for of_rank in every)
-    gpu = plan.gpu_of(torch.cuda.get_device_name(), memory) if cuda else None
+    gpu = None
+    if cuda:
+        gpu = plan.gpu_of(torch.cuda.get_device_name(), memory)
     return plan.Case(cfg, world.size, model_shapes(cfg), gpu, most, host, problems)
 
 
@@ -227,8 +229,11 @@ def check_gold(
 
     name: the data set's name in the message"""
     terms = terms_of(cfg)
-    compared = {p.dataset: any(t.kind for t in graders_of(p.dataset, terms)) for p in problems}
-    indices = [i for i, p in enumerate(problems) if compared[p.dataset]]
+    compared = set()  # names of the data sets with a grader that compares answers
+    for name_of_set in {p.dataset for p in problems}:
+        if any(term.kind for term in graders_of(name_of_set, terms)):
+            compared.add(name_of_set)
+    indices = [i for i, p in enumerate(problems) if p.dataset in compared]
     if len(indices) > GOLD_SAMPLE:
         indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
     bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))

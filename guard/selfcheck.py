@@ -74,7 +74,8 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
     tokens = [i for p in problems[:64] for i in p.ids]
-    prompts = [*(list(p.ids) for p in problems[:4]), (tokens * 300)[:300]]
+    prompts = [list(p.ids) for p in problems[:4]]
+    prompts.append((tokens * 300)[:300])
     return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}
 
 
@@ -96,8 +97,10 @@ def selfcheck(
     trainer_logp(samples, temperature): the trainer's log-probs of all response tokens
 
     The ranks of one engine must go through all stages together."""
-    cfg, limit = engine.cfg, TOLERANCE[engine.dtype]
-    error, largest = "", 0.0
+    cfg = engine.cfg
+    limit = TOLERANCE[engine.dtype]
+    error = ""
+    largest = 0.0
     for when, scale, direction, causes in STAGES:
         requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
         limits = dict.fromkeys(requests, CHECK_TOKENS)

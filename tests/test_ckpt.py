@@ -2,6 +2,7 @@
 
 import binascii
 import dataclasses
+import functools
 import json
 import os
 import pickle
@@ -50,20 +51,26 @@ def restore(count, base, out):
     return run_ranks(count, ranks.prepared, cfg)
 
 
+@pytest.fixture(scope="module")
+def resumed(base, two_ranks):
+    """Returns a function: number of ranks -> result of `restore` for the run `two_ranks`."""
+    return functools.cache(lambda count: restore(count, base, two_ranks[0]))
+
+
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(two_ranks, base, count):
-    two = restore(2, base, two_ranks[0])[0]
+def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(resumed, count):
+    two = resumed(2)[0]
     assert two["start"] == 4 and len(two) > 50
-    assert all(equal(other, two) for other in restore(count, base, two_ranks[0]))
+    assert all(equal(other, two) for other in resumed(count))
 
 
-def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, base):
+def test_a_checkpoint_is_plain_safetensors_and_nothing_is_pickled(two_ranks, resumed):
     """The slices in the files, joined, equal the tensors of a resumed run. All other files are JSON."""
-    path, (whole,) = two_ranks[0] / "ckpt" / "step_000004", restore(1, base, two_ranks[0])
+    path, whole = two_ranks[0] / "ckpt" / "step_000004", dict(resumed(1)[0])
     assert whole.pop("start") == 4
     found = {key: torch.full_like(x, torch.nan) for key, x in whole.items()}
     files = {p.name: p.read_bytes() for p in path.iterdir() if p.name != "COMPLETE"}
@@ -496,7 +503,8 @@ def edited(source, folder, *edits):
     return folder
 
 
-def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp_path, capfd, monkeypatch):
+def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, resumed, tmp_path, capfd,
+                                                            monkeypatch):
     """The model folder may move, and its files may change. With a KL term, the weights must be the same."""
     link = tmp_path / "model"
     link.symlink_to(base.model)
@@ -530,7 +538,7 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, tmp
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(again, eval_data=(f"{tmp_path}/train.jsonl",)))
     assert re.search("--eval_data train: [0-9a-f]{8} -> [0-9a-f]{8}", found)
     found, = run_ranks(1, ranks.prepared, again)
-    assert equal(found, restore(1, base, two_ranks[0])[0])
+    assert equal(found, resumed(1)[0])
     output = capfd.readouterr().out
     assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
                      "files of the policy: [0-9a-f]{8} -> .*; model: .*one weight; .*out: ", output)
@@ -721,7 +729,7 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
             ckpt.main(["export", str(out), "4", str(tmp_path / who), who, "--model", moved])
 
 
-def test_no_pickle_is_read(two_ranks, base, tmp_path):
+def test_no_pickle_is_read(two_ranks, resumed, base, tmp_path):
     class Payload:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
@@ -734,7 +742,7 @@ def test_no_pickle_is_read(two_ranks, base, tmp_path):
     for folder in (out / "ckpt" / "step_000004", out / "ckpt", out, model):
         for name in (".metadata", "0.metadata", "__0_0.distcp", "pytorch_model.bin", "training_args.bin"):
             (folder / name).write_bytes(code)
-    assert equal(restore(1, base, out)[0], restore(1, base, two_ranks[0])[0])
+    assert equal(restore(1, base, out)[0], resumed(1)[0])
     ckpt.main(["export", str(out), "4", str(tmp_path / "hf"), "--model", str(model)])
     load_policy(str(model)), load_critic(str(model)), load_tokenizer(str(model))
     assert not (tmp_path / "ran").exists()

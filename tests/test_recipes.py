@@ -219,7 +219,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=32768, chat=True)
+    model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=8192, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
             for a in range(20) for b in (990, 1005)]
@@ -234,7 +234,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
     assert 1 < row["mem/host_peak_gb"] < plan["host and disk, GiB"]["machine"]
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 32768
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 8192
 
 
 class Canned:

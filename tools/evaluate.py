@@ -99,7 +99,9 @@ from rollout import (
 def std_error(values: Sequence[float]) -> float | None:
     """Returns the standard error of the mean of n values, one value per problem; None if n < 2. If
     the values are differences between two models, it is the paired standard error (arXiv 2411.00640)."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _estimates(metrics):
@@ -295,9 +297,8 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
                 f"{template} has another text than at the training",
                 "that text, or another --template",
             )
-        elif (
-            form != facts["prompt"]
-        ):  # then the training's system prompt and stop strings do not fit
+        elif form != facts["prompt"]:
+            # The training's system prompt and stop strings do not fit.
             unused |= {"system_prompt", "stop"}
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
