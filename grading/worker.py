@@ -633,7 +633,8 @@ class Grader(AbstractContextManager):
             if now - told > TELL:
                 told = now
                 waits = [f"{len(s.requests)} calls of {s.spec or 'math'}" for s in busy]
-                self.say(f"grading: waits for {', '.join(waits)}")
+                with suppress(OSError):  # the terminal was closed
+                    self.say(f"grading: waits for {', '.join(waits)}")
             self._read(1.0)
 
     @property
