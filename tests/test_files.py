@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -263,6 +264,25 @@ def test_an_export_that_is_killed_anywhere_keeps_the_earlier_one(two_ranks, tmp_
     export(two_ranks[0], 4, out)
     assert tree(tmp_path / "E.1") == before and json.loads((out / EXPORT).read_text())["step"] == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "E.1"]
+
+
+def test_a_file_system_that_cannot_sync_folders_has_checkpoints(tmp_path, monkeypatch):
+    sync = os.fsync
+    broken = {"folder": errno.EINVAL, "file": 0}
+
+    def fsync(descriptor):
+        error = broken["folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"]
+        if error:
+            raise OSError(error, os.strerror(error))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step, error in ((1, 0), (2, errno.EIO)):
+        broken["file"] = error
+        (temp := tmp_path / f".{step}").mkdir()
+        with pytest.raises(OSError) if error else contextlib.nullcontext():
+            ckpt.publish(temp, tmp_path / f"{step}", {"step": step}, {})
+    assert [p.name for p in tmp_path.glob("[12]")] == ["1"]
 
 
 def flock_of_nfs(real, descriptor, kind):
