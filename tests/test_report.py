@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from test_log import METRICS, PPO, healthy, learning, written
 
-from configs import read_jsonl, run_command
+from configs import UserError, read_jsonl, run_command
 from log import Logger, read_metrics
 from tools import report
 from tools.report import PANELS, compare, plot, recipes, report_on, story, write_report
@@ -154,6 +154,17 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words, monkeypatch):
     said = e.value.code
     assert isinstance(said, str) and said.startswith("tools.report: ") and "\n" not in said
     assert all(word in said for word in words), said
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_its_name_is_no_formula(tmp_path):
+    run = tmp_path / "$_$"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "reward": 1, "time/step": 1}\n')
+    report_on((run,))
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    with pytest.raises(UserError, match="can't write to .*report.html.*; needed: permission"):
+        report_on((run,))
 
 
 def run_of(folder, seed, rows, **changes):
