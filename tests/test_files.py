@@ -502,11 +502,12 @@ def test_an_environment_that_is_not_torchruns_is_one_line(environment, words, mo
         dist.init()
 
 
-def test_a_rank_that_waits_says_for_whom(capfd):
-    started, _ = start_ranks(3, only, 0)
+@pytest.mark.parametrize("rank,others", [(0, "ranks [1, 2] of 3 at"), (1, "rank 0 of 3 at")])
+def test_a_rank_that_waits_says_for_whom(rank, others, capfd):
+    started, _ = start_ranks(3, only, rank)
     for process in started:
         process.join(30)
-    assert "rank 0 waits for ranks [1, 2] of 3 at 127.0.0.1" in capfd.readouterr().err
+    assert f"rank {rank} waits for {others} 127.0.0.1" in capfd.readouterr().err
 
 
 def only(rank):
