@@ -433,6 +433,17 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path, how):
         FolderLock(tmp_path / "lock").claim()
 
 
+def test_a_lock_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "lock").write_text('{"host": "lost"}')
+
+    def refused(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(FolderLock, "claim", refused)
+    with pytest.raises(UserError, match="can't write .*lock .*Permission denied.*; needed: "):
+        FolderLock(tmp_path / "lock").refuse_living()
+
+
 def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
     holder = FolderLock(tmp_path / "run/lock")
     holder.claim()
