@@ -161,14 +161,13 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
     these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
     under its prefix."""
     address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    line = f"rank {rank} waits for rank 0 of {size} at {address}:{port}"
-    timer = threading.Timer(WAIT, print, [line], {"file": sys.stderr})
+    line = f"rank {rank} waits for rank 0 of {size} at {address}"
+    timer = threading.Timer(WAIT, print, [line])
     timer.daemon = True
     timer.start()
     store = td.TCPStore(
         address,
-        port,
+        int(os.environ["MASTER_PORT"]),
         # Without torchrun's store, rank 0 is the server.
         is_master=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         timeout=timeout,

@@ -518,7 +518,7 @@ def test_a_rank_that_waits_says_for_whom(rank, others, capfd):
     started, _ = start_ranks(3, only, rank)
     for process in started:
         process.join(30)
-    assert f"rank {rank} waits for {others} 127.0.0.1" in capfd.readouterr().err
+    assert f"rank {rank} waits for {others} 127.0.0.1" in "".join(capfd.readouterr())
 
 
 def only(rank):
