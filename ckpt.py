@@ -25,6 +25,7 @@ Usage:
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
+import errno
 import fcntl
 import fnmatch
 import itertools
@@ -187,8 +188,13 @@ def _describe(*files):
 def _sync(*paths):
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        try:
+            os.fsync(fd)
+        except OSError as e:
+            if e.errno != errno.EINVAL:  # some file systems can't sync folders
+                raise
+        finally:
+            os.close(fd)
 
 
 # --- trajectories that the next step continues

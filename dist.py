@@ -12,6 +12,7 @@ import pickle
 import secrets
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -163,6 +164,10 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
     these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
     under its prefix."""
     address = os.environ["MASTER_ADDR"]
+    line = f"rank {rank} waits for rank 0 of {size} at {address}"
+    timer = threading.Timer(WAIT, print, [line])
+    timer.daemon = True
+    timer.start()
     store = td.TCPStore(
         address,
         int(os.environ["MASTER_PORT"]),
@@ -172,6 +177,7 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    timer.cancel()
     keys = [f"torz/{size}/{r}" for r in range(size)]
     store.set(keys[rank], secrets.token_hex(8))
     start = time.monotonic()

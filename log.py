@@ -278,15 +278,15 @@ class Logger(contextlib.AbstractContextManager):
         try:
             while self.unwritten:
                 row = self.unwritten[0]
+                _append(self.out / "metrics.jsonl", row)
+                self.unwritten.pop(0)
                 # purge_step: from this step on, TensorBoard hides the rows that an interrupted run wrote.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
                 for name, x in row.items():
                     self.writer.add_scalar(name, x, row["step"])
-                _append(self.out / "metrics.jsonl", row)
-                self.unwritten.pop(0)
         except OSError as e:
-            text = f"can't write the metrics ({e.strerror}); they are kept until the next step"
+            text = f"can't write metrics.jsonl or tb/ ({e.strerror}); the next step tries again"
             self.alarm(text, step)
             self.writer = None  # a SummaryWriter can't be used again after an error
 

@@ -390,8 +390,9 @@ def serve(
     known: names that the function's parameters may have: SCORE for a reward, TURN for --env"""
     global _function, _is_env, _user_file
     # A `print` in a user's function must not fail, because the reward would be 0.
-    output = io.TextIOWrapper(_Output(2, "w"), errors="backslashreplace", line_buffering=True)
-    sys.stdout = sys.stderr = output
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        _Output(2, "w"), errors="backslashreplace", line_buffering=True
+    )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
@@ -666,7 +667,8 @@ class Grader(AbstractContextManager):
             if now - told > TELL:
                 told = now
                 waits = [f"{len(s.requests)} calls of {s.spec or 'math'}" for s in busy]
-                self.say(f"grading: waits for {', '.join(waits)}")
+                with suppress(OSError):  # the terminal was closed
+                    self.say(f"grading: waits for {', '.join(waits)}")
             self._read(1.0)
 
     @property

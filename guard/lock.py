@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import flock, if_there, read_json, require, show
+from configs import explained, flock, if_there, read_json, require, show
 
 # Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
 PATIENCE = 120.0
@@ -49,10 +49,11 @@ class FolderLock:
         atexit.register(self.release)  # keeps this object, and so the lock, until the process ends
 
     def refuse_living(self) -> None:
-        """Raises UserError if another run uses the folder."""
+        """Raises UserError if another run uses the folder, or if its lock can't be written."""
         if self.owner():
-            self.claim()
-            self.release()
+            with explained(f"can't write {self.file}", "permission and space", OSError):
+                self.claim()
+                self.release()
 
     def release(self) -> None:
         if self.handle:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -265,6 +266,25 @@ def test_an_export_that_is_killed_anywhere_keeps_the_earlier_one(two_ranks, tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["E", "E.1"]
 
 
+def test_a_file_system_that_cannot_sync_folders_has_checkpoints(tmp_path, monkeypatch):
+    sync = os.fsync
+    broken = {"folder": errno.EINVAL, "file": 0}
+
+    def fsync(descriptor):
+        error = broken["folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"]
+        if error:
+            raise OSError(error, os.strerror(error))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for step, error in ((1, 0), (2, errno.EIO)):
+        broken["file"] = error
+        (temp := tmp_path / f".{step}").mkdir()
+        with pytest.raises(OSError) if error else contextlib.nullcontext():
+            ckpt.publish(temp, tmp_path / f"{step}", {"step": step}, {})
+    assert [p.name for p in tmp_path.glob("[12]")] == ["1"]
+
+
 def flock_of_nfs(real, descriptor, kind):
     """flock, with the rules of NFS: an exclusive lock needs a file that is open for writing."""
     mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
@@ -413,6 +433,17 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path, how):
         FolderLock(tmp_path / "lock").claim()
 
 
+def test_a_lock_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "lock").write_text('{"host": "lost"}')
+
+    def refused(*args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(FolderLock, "claim", refused)
+    with pytest.raises(UserError, match="can't write .*lock .*Permission denied.*; needed: "):
+        FolderLock(tmp_path / "lock").refuse_living()
+
+
 def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
     holder = FolderLock(tmp_path / "run/lock")
     holder.claim()
@@ -483,11 +514,12 @@ def test_an_environment_that_is_not_torchruns_is_one_line(environment, words, mo
         dist.init()
 
 
-def test_a_rank_that_waits_says_for_whom(capfd):
-    started, _ = start_ranks(3, only, 0)
+@pytest.mark.parametrize("rank,others", [(0, "ranks [1, 2] of 3 at"), (1, "rank 0 of 3 at")])
+def test_a_rank_that_waits_says_for_whom(rank, others, capfd):
+    started, _ = start_ranks(3, only, rank)
     for process in started:
         process.join(30)
-    assert "rank 0 waits for ranks [1, 2] of 3 at 127.0.0.1" in capfd.readouterr().err
+    assert f"rank {rank} waits for {others} 127.0.0.1" in "".join(capfd.readouterr())
 
 
 def only(rank):

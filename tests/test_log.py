@@ -230,6 +230,14 @@ def test_a_disk_that_is_full_loses_no_step_and_ends_no_run(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
 
 
+def test_a_broken_tensorboard_folder_costs_no_metrics(tmp_path, capsys):
+    (tmp_path / "tb").touch()
+    logger = written(tmp_path, learning(3))
+    logger.close()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2]
+    assert "!! step 2: can't write metrics.jsonl or tb/ (File exists); the next" in capsys.readouterr().out
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

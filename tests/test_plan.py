@@ -210,6 +210,14 @@ def test_on_a_cpu_auto_counts_the_machines_memory():
 MEASURED = json.loads((ROOT / "bench" / "results" / "nullgpu-memory.json").read_text())["rows"]
 
 
+def test_host_memory_is_at_most_the_limit_of_the_container(tmp_path, monkeypatch):
+    (tmp_path / "none").write_text("max\n")
+    (tmp_path / "some").write_text("7516192768\n")
+    for names, most in (([], None), (["gone", "none"], None), (["none", "some"], 7 * 2**30)):
+        monkeypatch.setattr(plan, "CGROUPS", [tmp_path / name for name in names])
+        assert plan.host_memory() == most if most else plan.host_memory() > 2**30
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_up_to_9_percent_above_the_drivers_peak(name):
     """The driver is the stub CUDA driver of bench/nullgpu. It counts memory and computes nothing."""

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import platform
 import random
 import re
 import shutil
@@ -653,7 +654,7 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
     assert len({values.mean() for values in rewards}) == 3
     for out in [], ["--out", str(together)]:
         assert run_ranks(2, outcome, [model, *argv, *out]) == [
-            f"{together} is not empty; needed: an --out that is new or empty"] * 2
+            f"{platform.node()}: {together} is not empty; needed: an --out that is new or empty"] * 2
     assert json.loads((together / "scores.json").read_text()) == found
 
 
@@ -699,5 +700,9 @@ def test_an_evaluation_that_fails_leaves_no_results(base, tiny, tmp_path, monkey
         "File exists: 'short/config.json'); needed: --out with a writable folder")
     assert "weights of broken differ in model.layers.2" in run_ranks(1, outcome, [tiny, "broken", *argv])[0]
     evaluate.FolderLock(Path("out/lock")).claim()  # as another evaluation with the same --out
+    Path("late").mkdir()
+    Path("late/scores.json").write_text("{}")  # by an evaluation that ended while this one loaded
+    with pytest.raises(UserError, match="late is not empty; needed: an --out that is new or empty"):
+        evaluate.make_folders([Path("late")])
     assert "out is in use by process " in run_ranks(1, outcome, [tiny, *argv, "--out", "out"])[0]
     assert not Path("runs").exists()

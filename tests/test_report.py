@@ -158,6 +158,17 @@ def test_a_mistake_is_one_line(folder, tmp_path, argv, words, monkeypatch):
     assert all(word in said for word in words), said
 
 
+def test_a_folder_that_cannot_be_written_is_one_line_and_its_name_is_no_formula(tmp_path):
+    run = tmp_path / "$_$"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 0, "reward": 1, "time/step": 1}\n')
+    report_on((run,))
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    with pytest.raises(UserError, match="can't write to .*report.html.*; needed: permission"):
+        report_on((run,))
+
+
 def run_of(folder, seed, rows, **changes):
     folder.mkdir(parents=True)
     written(folder, rows, cfg=dataclasses.replace(PPO, seed=seed, out=str(folder), **changes))

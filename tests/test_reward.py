@@ -778,6 +778,14 @@ def test_what_a_function_prints_cannot_fail(custom, stream, monkeypatch):
         os.close(before)
 
 
+def test_a_grader_that_waits_needs_no_terminal(custom, monkeypatch):
+    spec = custom("def score(response):\n    time.sleep(0.3)\n    return 1")
+    monkeypatch.setattr(worker, "TELL", 0)
+    with Grader(customs=[spec], say=lambda text: os.write(-1, text.encode())) as grader:
+        grader.submit(0, "", "", True, custom=spec)
+        assert grader.results()[0].reward == 1.0
+
+
 STARTS = {"child": "subprocess.Popen(['sleep', '77'])",
           "session": "subprocess.Popen(['sleep', '77'], start_new_session=True)",
           "orphan": "subprocess.run('setsid sleep 77 > /dev/null 2>&1 < /dev/null &', shell=True)",

@@ -332,25 +332,22 @@ def model_name(path: str) -> str:
 
 
 def result_folder(cfg: Config, models: int) -> Path:
-    """Returns the folder for cfg.model's results. models: the number of models. Raises UserError unless the
-    folder is new or empty."""
+    """Returns the folder for cfg.model's results. models: the number of models."""
     name = model_name(cfg.model)
     folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
     if cfg.out:
         folder = Path(cfg.out, name) if models > 1 else Path(cfg.out)
-    require(
-        not folder.is_dir() or set(os.listdir(folder)) <= {"lock"},
-        f"{folder} is not empty",
-        "an --out that is new or empty",
-    )
     return folder
 
 
 def make_folders(folders: Sequence[Path]) -> None:
-    """Make the result folders, each with a lock. Raises UserError for a folder that can't be made."""
+    """Make the result folders, each with a lock. Raises UserError for a folder that can't be made or is not
+    empty."""
     for folder in folders:
         with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
             FolderLock(folder / "lock").claim()
+        names = os.listdir(folder)
+        require(names == ["lock"], f"{folder} is not empty", "an --out that is new or empty")
 
 
 @dataclass(frozen=True, eq=False)

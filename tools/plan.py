@@ -760,13 +760,21 @@ def kv_tokens(case: Case) -> int:
 # --- host, disk, seconds
 
 
+# The files with the memory limit of a container, for both versions of cgroups
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
 def host_memory() -> float:
-    """Returns the bytes of free memory on this machine; 0 where the system does not report it."""
-    try:
+    """Returns the bytes of free memory on this machine, at most the limit of the container; 0 where the
+    system does not report it."""
+    found = []
+    for file in CGROUPS:
+        with suppress(OSError, ValueError):  # ValueError: the limit is "max"
+            found.append(float(Path(file).read_text()))
+    with suppress(OSError):
         words = Path("/proc/meminfo").read_text().split()
-        return 1024.0 * int(words[words.index("MemAvailable:") + 1])
-    except OSError:
-        return 0.0
+        found.append(1024.0 * int(words[words.index("MemAvailable:") + 1]))
+    return min(found, default=0.0)
 
 
 def host_need(case: Case) -> dict[str, float]:

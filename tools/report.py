@@ -101,6 +101,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
     data = {}  # label of a recipe -> the metrics of its runs
     for group in recipes(runs):
         label = f"{group[0]}: {facts(group)['run']}"
+        label = label.replace("$", r"\$")  # matplotlib reads $…$ as a formula
         data[label] = list(map(read_metrics, group))
     alone = len(data) == 1
     rows = list(chain(*chain(*data.values())))  # of all runs
@@ -399,7 +400,8 @@ def report_on(
             "the folder of a run that has logged a step (train.py's --out)",
         )
     if len(runs) == 1 and not out:
-        write_report(*runs)
+        with explained(f"can't write to {run}", "permission and space, or --out FILE", OSError):
+            write_report(run)
         show(story(*runs))
         return
     to = out or Path("compare.png")
