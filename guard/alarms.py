@@ -2,6 +2,7 @@
 
 for text in new_alarms(log.history, cfg): print(text)"""
 
+import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -60,6 +61,11 @@ ALARMS = {
         "{now[grade/timeout]:.0%} took too long, so they score 0; repair --reward, "
         "or raise --grade_deadline (now {cfg.grade_deadline:g})",
     ),
+    "best": (
+        lambda now, cfg: not now["known_best"],
+        "no metric so far is named {cfg.keep_best} (--keep_best), so no checkpoint is "
+        "kept as the best; see the names in metrics.jsonl",
+    ),
 }
 
 
@@ -70,6 +76,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     for name in history[-1]:
         now[name] = fmean(row[name] for row in history[-MEAN_STEPS:] if name in row)
     now["constant_terms"] = constant_terms(history, cfg)
+    named = (fnmatch.filter(row, cfg.keep_best) for row in history)
+    now["known_best"] = cfg.keep_best in ("", "auto") or any(named)
     active = {}
     for name, (condition, text) in ALARMS.items():
         solved = now["reward"] >= SOLVED and name in UNSOLVED

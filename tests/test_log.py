@@ -88,6 +88,16 @@ def test_a_term_of_the_reward_that_is_constant_is_an_alarm(values, told):
     assert all("teaches nothing: format (" in text and "\n" not in text for _, text in alarms)
 
 
+@pytest.mark.parametrize("name,told", [("eval/held/avg@1", False), ("eval/*", False), ("rewrd", True),
+                                       ("eval/held", True), ("auto", False), ("", False)])
+def test_a_best_metric_that_does_not_exist_is_an_alarm(name, told):
+    """Otherwise the best checkpoints would be deleted without a word. Evaluations may be rare."""
+    rows = learning(30)
+    rows[0]["eval/held/avg@1"] = 0.5
+    found = raised(rows, dataclasses.replace(PPO, keep_best=name))
+    assert [step for step, _ in found] == [0] * told and all(f"named {name} (--keep" in x for _, x in found)
+
+
 def test_a_run_that_only_a_teacher_trains_has_no_alarm_about_its_rewards():
     """With --reward math=0, all scores are 0."""
     cfg = dataclasses.replace(PPO, reward=("math=0",), kl_coef=1.0, ref_model="teacher")
