@@ -66,7 +66,6 @@ FAMILIES = {
     "cohere": ["attention_bias", "untied head"],
     "seed_oss": [],
     "ernie4_5": ["use_bias"],
-    "ministral3": [],
     "exaone4": [],
     "qwen3_5": ["attention_bias", "gates"],
     "qwen3_5_text": ["attention_bias", "gates"],
