@@ -67,6 +67,7 @@ FAMILIES = {
     "cohere": ["attention_bias", "untied head"],
     "seed_oss": [],
     "ernie4_5": ["use_bias"],
+    "exaone4": [],
     "qwen3_5": ["attention_bias", "gates"],
     "qwen3_5_text": ["attention_bias", "gates"],
 }

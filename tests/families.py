@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import types
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ MODELS = {"qwen2": dict(tie_word_embeddings=True, rope_parameters=YARN), "qwen2-
                      residual_dropout=0.5),
     "ernie4_5": dict(head_dim=32, rope_parameters=LINEAR),
     "ernie4_5-untied": dict(head_dim=32, tie_word_embeddings=False),
+    "exaone4": dict(SLIDING, head_dim=32),
     "qwen3_5": dict(DELTA, tie_word_embeddings=True), "qwen3_5_text": DELTA}
 RECURRENT = [name for name in MODELS if name.startswith("qwen3_5")]  # only vLLM decodes these
 
@@ -163,7 +165,7 @@ def compare_engine(path: str, kind: str, page: int = 0) -> float:
     page of the torch engine; 0: rows"""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
-    dtype = torch.bfloat16 if Path(path).name in RECURRENT else torch.float32
+    dtype = torch.bfloat16 if Path(path).name == "qwen3_5" else torch.float32  # see delta_rule_in_fp32
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg, dtype=dtype)
     engine.page, engine.kernel = page, paged_attention
     if kind == "vllm":
@@ -177,10 +179,11 @@ def compare_engine(path: str, kind: str, page: int = 0) -> float:
         p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
         with torch.no_grad():
             logp = policy(p, 0.7)[0]
-            print(float((logp - p.engine_logp)[p.mask].abs().max()), float((logp - p.engine_logp)[p.mask].abs().mean()))
             for q in policy.parameters():
                 q.mul_(1.2)
-        gap = max(gap, float((logp - p.engine_logp)[p.mask].abs().max()))
+        found = (logp - p.engine_logp)[p.mask].abs().max()
+        assert found.isfinite(), (path, logp.isfinite().all(), p.engine_logp.isfinite().all())
+        gap = max(gap, float(found))
     return gap
 
 
@@ -196,9 +199,57 @@ def stand_in_for_torchvision() -> None:
     sys.modules[names[2]].functional = None
 
 
+def delta_rule_in_fp32() -> None:
+    """vLLM's CPU kernels of the delta rule take only bf16. This function adds a plain one for fp32, so that all
+    other parts of vLLM's model can be compared exactly: weights, states, positions, gates and norms."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as vllm_part
+
+    in_bf16, ops = vllm_part.cpu_gdn_attention_core, vllm_part.ops
+
+    def gating(A_log, a, b, dt_bias):
+        return -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), b.sigmoid()
+
+    def rule(query, key, value, g, beta, initial_state, cu_seqlens, initial_state_indices, **_):
+        heads, out = value.shape[-2], []
+        g, beta = g.reshape(1, -1, heads), beta.reshape(1, -1, heads)
+        query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
+        for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            at, index = slice(start, end), initial_state_indices[i]
+            part, state = model._chunked_rule()(
+                *(x[:, at] for x in (query, key, value, g, beta)), initial_state=initial_state[index][None],
+                output_final_state=True, use_qk_l2norm_in_kernel=True)
+            initial_state[index] = state[0]
+            out.append(part)
+        return torch.cat(out, 1), None
+
+    def update(A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens, **_):
+        q, k, v = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v))
+        out, _ = rule(q, k, v, *gating(A_log, a, b, dt_bias), initial_state_source, cu_seqlens,
+                      initial_state_indices)
+        return out.transpose(0, 1)
+
+    exact = types.SimpleNamespace(fused_gdn_gating_cpu=gating, chunk_gated_delta_rule_cpu=rule,
+                                  fused_sigmoid_gating_delta_rule_update_cpu=update)
+
+    def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor,
+             layer_name: vllm_part.LayerNameType) -> None:
+        if mixed_qkv.dtype == torch.bfloat16:
+            return in_bf16(mixed_qkv, b, a, core_attn_out, layer_name)
+        context = vllm_part.get_forward_context()
+        if context.attn_metadata is not None:
+            layer = context.no_compile_layers[vllm_part._resolve_layer_name(layer_name)]
+            vllm_part.ops = exact
+            vllm_part._cpu_gdn_attention_nonspec(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a,
+                                                 core_attn_out)
+            vllm_part.ops = ops
+
+    vllm_part.cpu_gdn_attention_core = core
+
+
 def compare_vllm(paths: list[str]) -> list[float]:
     dist.init("cpu", "float32")
     stand_in_for_torchvision()
+    delta_rule_in_fp32()
     return [compare_engine(path, "vllm") for path in paths]
 
 

@@ -78,8 +78,9 @@ def test_buffers_are_those_of_transformers(folder, base):
 
 
 @pytest.mark.parametrize("page", [0, 4])
-def test_the_torch_engine_agrees_with_the_trainer(folder, page):
-    assert families.compare_engine(folder, "torch", page) < 2 * NEAR
+@pytest.mark.parametrize("name", [name for name in families.MODELS if name not in families.RECURRENT])
+def test_the_torch_engine_agrees_with_the_trainer(folder_of, name, page):
+    assert families.compare_engine(folder_of(name), "torch", page) < 2 * NEAR
 
 
 @pytest.mark.parametrize("stop", ["é", "答案：", "ends here, and only here, after forty-one b", "\n\n"])
@@ -107,6 +108,8 @@ def test_exports_are_read_by_transformers(folder, tmp_path):
     model.load_policy(str(tmp_path / "policy"))  # raises an error if a tensor is missing or unknown
     exported, original = (json.loads(Path(path, "config.json").read_text())
                           for path in (tmp_path / "policy", folder))
+    if original["model_type"] == "qwen3_5":  # see test_recurrent.py
+        return
     assert exported.pop("dtype") == "bfloat16" and original.pop("dtype") == "float32"
     assert exported == original  # the export keeps dropout settings, which torz ignores
 
@@ -130,10 +133,12 @@ def test_shards_of_two_ranks_compute_the_same(folder_of):
 
 
 def test_vllm_agrees_with_the_trainer(folder_of):
-    paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3")]
+    """The last model runs in bf16, with vLLM's kernels of the delta rule."""
+    paths = [folder_of(name) for name in ("llama", "mistral", "qwen3", "gemma3_text", "cohere", "olmo3",
+                                          "exaone4", "qwen3_5_text", "qwen3_5")]
     vllm_engine._import_vllm()
     (gaps,) = run_ranks(1, families.compare_vllm, paths)
-    assert max(gaps) < 1e-4, gaps
+    assert max(gaps[:-1]) < 1e-4 and gaps[-1] < 0.2, gaps
 
 
 def changed_folder(source: str, out: Path, **changes) -> str:
