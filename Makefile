@@ -39,6 +39,7 @@ ifeq ($(REQUIREMENTS),requirements-cpu.txt)
 	.venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 endif
 	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0
+	$(PIP) --no-deps peft==0.21.2 accelerate==1.15.0
 	touch $@
 
 $(BASE)/tiny.json: .venv/.demo

@@ -262,7 +262,7 @@ def test_what_does_not_fit_the_adapters_of_a_run_is_refused(adapted, two_ranks, 
     refused(change(base, start_from=str(out)), new, "lora: 4 -> 0")
     refused(change(cfg, lora=1000), new, "--lora 1000 is above 64, the smaller side of model.layers.0")
     with pytest.raises(UserError, match="has no adapter; needed: one of policy, critic"):
-        ckpt.export(two_ranks[0], "last", new, "adapter")
+        ckpt.export(two_ranks[0], "last", tmp_path / "x", "adapter")
     with pytest.raises(UserError, match="--lora_alpha has no effect in this run; needed: --lora above 0"):
         parse(["tiny-ppo", "--lora_alpha", "8"])
     # one number in the middle of the base's file
@@ -273,7 +273,7 @@ def test_what_does_not_fit_the_adapters_of_a_run_is_refused(adapted, two_ranks, 
     file.write_bytes(content)
     refused(change(cfg, model=str(tmp_path / "other")), out, "policy's base: ")
     with pytest.raises(UserError, match="policy's base"):
-        ckpt.export(out, "last", new, base=str(tmp_path / "other"))
+        ckpt.export(out, "last", tmp_path / "x", base=str(tmp_path / "other"))
 
 
 def test_a_run_starts_from_another_runs_adapters(adapted, tmp_path):

@@ -597,7 +597,9 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
-    pieces = 4 * shape.layer + 4 * root / case.shards + HOLES * kept
+    pieces = 4 * shape.layer + HOLES * kept
+    if not case.cfg.lora:
+        pieces += 4 * root / case.shards
     if case.shards == 1:
         return pieces + logits / 2
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -702,9 +704,12 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     root = params - policy.layers * policy.layer
     largest = max(root, policy.layer)
     copies = 2 + 1 / case.shards if case.shards > 1 else 2
+    gathered = case.number * largest * copies
+    if case.cfg.lora:  # merging: copies in fp32 and in the compute dtype of the largest matrix
+        gathered = (case.shards > 1) * gathered + 16 * policy.hidden * policy.inner
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
-        "gathered weights": case.number * largest * copies,
+        "gathered weights": gathered,
         "engine weights": case.engine_weights,
     }
     instants = [

@@ -38,6 +38,9 @@ CASES = {
     "32B on 32 × H100": (H100, BIG, "32b", 32, 9216),
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
     "Qwen3.5-0.8B on one 24-GB card": (CARD, QWEN, "3.5-0.8b", 1, 1024),
+    "7B, adapters, on one H100": (H100, "orz-7b --lora 32 --offload off", "7b", 1, 2048),
+    "7B, adapters, on 8 × H100": (H100, "orz-7b --lora 32", "7b", 8, 2048),
+    "32B, adapters, on 8 × H100": (H100, BIG + " --lora 32", "32b", 8, 9216),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
 ABOVE = 1.09  # largest accepted ratio of the plan to the driver's peak
@@ -60,14 +63,16 @@ def planned(case: plan.Case) -> dict[str, float]:
 
 
 def flags_of(preset: str, recompute: str) -> list[str]:
+    """Returns the flags of a case. preset: a preset, perhaps with flags"""
+    preset, *more = preset.split()
     # For SMALL and QWEN, longer packs are planned to be as fast. The plan would choose them.
     pack_len = ["--pack_len", "16384"] if preset in (SMALL, QWEN) else []
-    return ["--recompute", recompute, "--shard_ranks", "0", *pack_len]
+    return ["--recompute", recompute, "--shard_ranks", "0", *pack_len, *more]
 
 
 def case_of(name: str, recompute: str) -> plan.Case:
     (device, gib), preset, size, world, _ = CASES[name]
-    cfg = configs.parse([preset, *flags_of(preset, recompute)])
+    cfg = configs.parse([preset.split()[0], *flags_of(preset, recompute)])
     shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
     return plan.Case(cfg, world, [shape] * 3, gpu, local=min(world, configs.NODE))
 
@@ -77,7 +82,7 @@ def measure(name: str, recompute: str) -> list[dict]:
     env = os.environ | {"NULLGPU_NAME": device, "NULLGPU_GIB": str(gib)}
     # The worst case for memory is a short prompt that several responses share: attention copies the queries,
     # keys and values, and computing a short prompt only once saves little. It must save data.LEAST_SHARED.
-    options = dict(preset=preset, size=size, world=world, segment=segment, packs=2, group=2,
+    options = dict(preset=preset.split()[0], size=size, world=world, segment=segment, packs=2, group=2,
                    prompt=segment // 11)
     flags = [word for flag, value in options.items() for word in (f"--{flag}", str(value))]
     flags += flags_of(preset, recompute)

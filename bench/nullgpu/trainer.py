@@ -116,17 +116,29 @@ def case_of(args: argparse.Namespace, cfg: configs.Config, world: dist.World) ->
 
 
 def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
-              world: dist.World) -> Role:
+              world: dist.World, base: model.PackModel | None = None) -> Role:
+    """base: with --lora, the policy's base, for a critic"""
     kind, lr = {"policy": (model.Policy, cfg.policy_lr), "critic": (model.Critic, cfg.critic_lr)}[name]
-    with torch.device("meta"):
-        module = kind(config)
     case = case_of(args, cfg, world)
+    if base is None:
+        with torch.device("meta"):
+            base = kind(config)
+        if cfg.lora:
+            model.freeze(base, cfg.lora, cfg.lora_alpha, world.dtype)
+        base = made(base, case, name, world)
+    if cfg.lora:
+        base = model.Adapted(base, critic=name == "critic").to("cpu" if case.offloads else world.device)
+    return Role(name, base, make_optimizer(base, lr, cfg))
+
+
+def made(module: model.PackModel, case: plan.Case, name: str, world: dist.World) -> model.PackModel:
+    """Shards a model and allocates its memory."""
     module = dist.shard(module, dist.mesh(world, case.shards), world.dtype, case.recompute[name])
     module.to_empty(device="cpu" if case.offloads else world.device)
     module.tie()
     rotary, home = module.model.rotary_emb, next(module.parameters()).device
     module.model.rotary_emb = type(rotary)(module.config).to(home)  # to_empty() has erased its values
-    return Role(name, module, make_optimizer(module, lr, cfg))
+    return module
 
 
 # --- the measurement
@@ -248,7 +260,8 @@ def main() -> None:
          "alloc_conf": os.environ.get("PYTORCH_ALLOC_CONF", ""), "shards": case.shards,
          "recompute": case.recompute})
     policy = make_role("policy", config, args, cfg, world)
-    roles = [policy, *([make_role("critic", config, args, cfg, world)] if cfg.algo == "ppo" else [])]
+    base = policy.model.base if cfg.lora else None
+    roles = [policy, *([make_role("critic", config, args, cfg, world, base)] if cfg.algo == "ppo" else [])]
     with contextlib.nullcontext() if args.plain else pageable:
         for i, role in itertools.product(range(2), reversed(roles)):
             run_updates(role, i, args, cfg, world, phases)
