@@ -48,7 +48,8 @@ class Counts:
             file.write(word + "\\n")
 
 class NoStep:
-    pass
+    def __init__(self, problem):
+        pass
 
 class Wants:
     def __init__(self, problem, tokenizer):
@@ -89,7 +90,7 @@ def played(env: str, policy, row=None, kill=False) -> list:
     with Grader(workers=2, deadline=2.0, env=env) as grader:
         while turn := policy(found):
             turns.append(turn)
-            grader.ask(0, turns, problem="p", row=row, seed=5, last=False)
+            grader.ask(0, turns, problem="p", row=row, seed=5)
             found.append(grader.results()[0])
             if kill:
                 server = grader.functions[env].process.pid
@@ -179,7 +180,7 @@ def test_a_function_is_no_class(tmp_path):
     """An environment without state is asked as before: by problem, text and turn."""
     (tmp_path / "e.py").write_text("def f(problem, text, turn):\n    return f'{problem}{text}{turn}'\n")
     with Grader(env=f"{tmp_path}/e.py:f") as grader:
-        grader.ask(0, ["x", "y"], problem="p", row={}, seed=1, last=True)
+        grader.ask(0, ["x", "y"], problem="p", row={}, seed=1)
         grader.release(1)
         assert grader.results() == {0: Reply("py2")}
     assert Grade(0.0, "error", None).reward == 0
