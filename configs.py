@@ -839,6 +839,11 @@ def hint(flag: str, known: Sequence[str]) -> str:
         names = re.findall(r"`([-\w]+)`", line)
         if word in names[1:] and names[0].startswith("--"):
             return f" (did you mean {names[0]}?)"
+        if word in names and line.count("|") == 3:  # a row of the table of settings that torz lacks
+            return f" ({line.split('|')[2].strip()})"
+    starts = [name for name in known if name.startswith(word)]
+    if starts:
+        return f" (did you mean --{' or --'.join(starts)}?)"
     return nearest(f"--{word}", [f"--{name}" for name in known])
 
 
@@ -893,7 +898,8 @@ def parse(
     elif ranks or {"-h", "--help"} & set(flags):
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
-    found = f"no preset {name!r}{nearest(name, list(PRESETS))} before the flags"
+    meant = nearest(name, list(PRESETS)) or hint(name.partition("=")[0], ())
+    found = f"no preset {name!r}{meant} before the flags"
     require(name in PRESETS, found, usage)
     given = given_flags(flags)
     known = ["help", *(field.name for field in fields(kind))]
@@ -936,6 +942,11 @@ def tyro_errors(command: str) -> Iterator[None]:
         box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
         found, _, needed = parts[1].strip(".").partition(". Expected ")
+        foreign = re.search(r"options: ([\w.]+)=", found)
+        if foreign:
+            found += hint(foreign[1], ())
+        if re.search("literal for int|string to float", found):
+            needed = "a number"
         needed = needed or f"another command line, as in {command} --help"
         raise UserError(f"{found}; needed: {needed}") from None
 

@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from configs import Say, UserError, explained, require, short_hash
+from configs import UserError, explained, require, short_hash
 
 # torch.distributed.checkpoint (DCP) warns if a single process reads or writes a checkpoint. This is no error.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -667,22 +667,22 @@ def phase(name: str) -> Iterator[None]:
         SECONDS[name] += time.perf_counter() - start
 
 
-def profiled(steps: Iterable[int], chosen: int | None, out: Path, say: Say) -> Iterator[int]:
+def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int]:
     """Yields the steps. PyTorch's profiler watches the step `chosen`: its times, its memory, and its phases
-    as ranges. The trace goes to a file in the folder `out`, which https://ui.perfetto.dev opens. The ten
-    operations with the most time of their own are printed."""
+    as ranges. The trace of rank 0 goes to a file in the folder log.out, which https://ui.perfetto.dev opens.
+    log.say prints the ten operations with the most time of their own."""
     for step in steps:
-        if step != chosen:
+        if step != chosen or td.get_rank():
             yield step
             continue
         with torch.profiler.profile(profile_memory=True) as profiler:
             yield step
-        file = out / f"profile_{step:06d}.json"
+        file = log.out / f"profile_{step:06d}.json"
         profiler.export_chrome_trace(f"{file}")
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
         averages = profiler.key_averages()
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=10)
-        say(f"{table}\ntrace of step {step}: {file}")
+        log.say(f"{table}\ntrace of step {step}: {file}")
 
 
 def start_seconds() -> str:

@@ -269,7 +269,6 @@ class Trajectories:
                 problem=problem.text,
                 row=problem.row_values,
                 seed=self._seed(s),
-                last=s.turns == self.cfg.max_turns,
             )
         else:
             self._complete(s)

@@ -134,8 +134,7 @@ def train(run: Run) -> bool:
     cfg = run.cfg
     policy = run.policy.model
     device = run.world.device
-    chosen = cfg.profile if run.world.main else None
-    for step in dist.profiled(range(run.start, cfg.steps + 1), chosen, run.log.out, run.log.say):
+    for step in dist.profiled(range(run.start, cfg.steps + 1), cfg.profile, run.log):
         start = time.perf_counter()
         meter = Meter(device)
         with run.engine.awake(dist.full_weights(policy, device), version=step):
@@ -405,8 +404,7 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     scores = scores.view(-1, n)  # (P, n): P prompts
     if cfg.advantage == "group_mean_over_mean":
         found = "--advantage group_mean_over_mean with a negative score"
-        ok = bool((scores >= 0).all())
-        dist.together(require, ok, found, "rewards from 0, or --advantage group_mean_std")
+        dist.together(require, bool((scores >= 0).all()), found, "rewards from 0")
     advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
@@ -436,7 +434,7 @@ def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
     for term in terms_of(cfg):
         values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
         rewards = torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
-        total = total + term.weight * grpo.group_advantages(rewards)
+        total += term.weight * grpo.group_advantages(rewards)
     return total
 
 

@@ -64,9 +64,11 @@ LATE = (
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
-# Parameters that the class of an environment with state may have; what else `_take_turn` reads
-MAKE = ["problem", "row", "seed"]
-STATE = ["seed", "texts", "last"]
+# Parameters of verl's and TRL's reward functions -> ours
+OTHERS = dict(
+    solution_str="response", completions="response", ground_truth="answer", extra_info="row"
+)
+MAKE = ["problem", "row", "seed"]  # parameters that the class of an environment with state may have
 # The server runs this file as the module __main__. Files in the project's folder, which may be the user's,
 # must not be imported in place of the standard library or of packages: so this folder comes after the
 # standard library, and later after the packages (see `_import_function`).
@@ -151,38 +153,33 @@ def _replied(value):
     return Reply(text, reward, bool(done)), "replied"
 
 
-def _take_turn(make, names, seed, texts, last, **values):
+def _take_turn(make, names, texts, **values):
     """Returns the reply of a response's environment to the last of `texts`, the policy's turns so far. If no
     environment here has read exactly the earlier turns, a new one reads them first: after a crash, or in a
-    later run. An environment is closed after an error, after the response's end, or if `texts` is empty.
+    later run. An environment is closed after its last reply, after an error, or if `texts` is empty.
 
-    make: the user's class; names: its parameters, among `seed` and `values`; rest: see Grader.ask"""
+    make: the user's class; names: its parameters, some of `values`. See Grader.ask"""
+    seed = values["seed"]
     env, seen = _live.pop(seed, (None, []))
     if env and seen != texts[:-1]:
-        _close(env)
+        env.close()
         env = None
     if not texts:
         return None
     if env is None:
-        values["seed"] = seed
         env = make(**{name: values[name] for name in names})
         seen = []
     going = False
     try:
         for text in texts[len(seen) :]:
             reply = _replied(env.step(text))[0]
-        going = not (last or reply.done or reply.text is None)
+        going = reply.text is not None and not reply.done
     finally:
         if going:
             _live[seed] = env, texts
         else:
-            _close(env)
+            env.close()
     return reply
-
-
-def _close(env):
-    """Call env.close(), if there is such a method."""
-    getattr(env, "close", bool)()
 
 
 def _carry_out(request, deadline):
@@ -255,20 +252,24 @@ def _import_function(spec, known):
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     function = module[name]
-    is_class = isinstance(function, type)
+    if isinstance(function, type):
+        known = MAKE
     signature = inspect.signature(function)
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
-    if is_class:
-        names = [name for name in MAKE if name in signature.parameters]
+    renames = [f"{name} to {OTHERS[name]}" for name in signature.parameters if name in OTHERS]
+    if renames:
+        raise TypeError(
+            f"rename {', '.join(renames)}; a call has one response, and returns a float"
+        )
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
     files = _user_files(path, sys.modules.keys() - before)
-    if is_class:
-        function.step  # noqa: B018  raises AttributeError
+    if known is MAKE:
+        function.step, function.close  # noqa: B018  raises AttributeError
         function = partial(_take_turn, function, names)
-        names = sorted({*names, *STATE})
+        names = [*MAKE, "texts"]
     return function, dict(names=names, seconds=seconds, parallel=parallel, files=files)
 
 
@@ -294,8 +295,6 @@ class _Worker(get_context("fork").Process):
 
     def run(self):
         super().run()
-        for env, _ in _live.values():
-            _close(env)
         sys.exit(ENDED)
 
     @property
@@ -329,11 +328,11 @@ def _watch(parent):
     _die()
 
 
-def _dispatch(connection, pools, workers, cpu, wall):
+def _dispatch(connection, workers, cpu, wall, has_state):
     """Receive requests, let workers carry them out, and send the outcomes.
 
-    pools: number of pools with `workers` workers each. All turns of a response go to the same pool
-    cpu, wall: seconds that a request may take"""
+    cpu, wall: seconds that a request may take
+    has_state: whether a response's requests must all go to the same worker, which is not replaced"""
     import pebble
 
     lock = threading.Lock()
@@ -352,16 +351,16 @@ def _dispatch(connection, pools, workers, cpu, wall):
 
     context = get_context("fork")
     context.Process = _Worker
-    options = [workers, MAX_TASKS, _init_worker, [connection], context]
-    pools = [pebble.ProcessPool(*options) for _ in range(pools)]
+    tasks = 0 if has_state else MAX_TASKS
+    size = 1 if has_state else workers
+    options = [size, tasks, _init_worker, [connection], context]
+    pools = [pebble.ProcessPool(*options) for _ in range(workers // size)]
     # pebble raises RuntimeError after someone has killed an idle worker.
     with suppress(EOFError, OSError, RuntimeError):
         while True:
             number, request = json.loads(connection.recv_bytes())
-            pool = pools[0]
-            if len(pools) > 1:
-                pool = pools[json.loads(request)["seed"] % len(pools)]
-            future = pool.schedule(_carry_out, [request, cpu], timeout=wall)
+            at = json.loads(request)["seed"] % workers if has_state else 0
+            future = pools[at].schedule(_carry_out, [request, cpu], timeout=wall)
             future.add_done_callback(partial(done, number))
 
 
@@ -415,10 +414,8 @@ def serve(
         pass
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
-    shape = (1, facts["parallel"] or workers)
-    if "texts" in facts["names"]:
-        shape = shape[::-1]
-    _dispatch(connection, *shape, cpu, wall)
+    workers = facts["parallel"] or workers
+    _dispatch(connection, workers, cpu, wall, "texts" in facts["names"])
     _die()
 
 
@@ -613,14 +610,14 @@ class Grader(AbstractContextManager):
 
         texts: all turns of the policy; () closes the response's environment, if it has state
         values: problem, its text; and for an environment with state: row, the row of the data file; seed, the
-            response's own seed; last, whether the response ends after this turn, whatever the reply is"""
+            response's own seed"""
         values |= dict(texts=texts, turn=len(texts), text="".join(texts[-1:]))
         self._call(self.env, values, (key, None))
 
     def release(self, seed: int) -> None:
         """Queue the closing of the environment of the response with this seed, if it is still open."""
         if self.env and "texts" in self.functions[self.env].facts["names"]:
-            self.ask(None, (), problem="", row=None, seed=seed, last=True)
+            self.ask(None, (), problem="", row=None, seed=seed)
 
     def _call(self, spec, values, waiter):
         """Queue a call of a user's function. values: parameter -> value"""

@@ -1,6 +1,7 @@
 """Tests of environments with state (--env FILE.py:CLASS): replay, closing, killed workers, resumed runs."""
 
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from conftest import ROOT, maths, run, run_ranks, wait_until
 from test_turns import content, sampled
 
 from configs import UserError
+from grading.rows import problem_rows
 from grading.worker import Grade, Grader, Reply
 from log import read_metrics
 
@@ -48,7 +50,8 @@ class Counts:
             file.write(word + "\\n")
 
 class NoStep:
-    pass
+    def __init__(self, problem):
+        pass
 
 class Wants:
     def __init__(self, problem, tokenizer):
@@ -89,7 +92,7 @@ def played(env: str, policy, row=None, kill=False) -> list:
     with Grader(workers=2, deadline=2.0, env=env) as grader:
         while turn := policy(found):
             turns.append(turn)
-            grader.ask(0, turns, problem="p", row=row, seed=5, last=False)
+            grader.ask(0, turns, problem="p", row=row, seed=5)
             found.append(grader.results()[0])
             if kill:
                 server = grader.functions[env].process.pid
@@ -179,7 +182,42 @@ def test_a_function_is_no_class(tmp_path):
     """An environment without state is asked as before: by problem, text and turn."""
     (tmp_path / "e.py").write_text("def f(problem, text, turn):\n    return f'{problem}{text}{turn}'\n")
     with Grader(env=f"{tmp_path}/e.py:f") as grader:
-        grader.ask(0, ["x", "y"], problem="p", row={}, seed=1, last=True)
+        grader.ask(0, ["x", "y"], problem="p", row={}, seed=1)
         grader.release(1)
         assert grader.results() == {0: Reply("py2")}
     assert Grade(0.0, "error", None).reward == 0
+
+
+def test_rows_and_scores_of_reasoning_gym(tmp_path, monkeypatch, capsys):
+    """The documented file makes the same rows from the same seed, and its reward is that of the verifier."""
+    gym = pytest.importorskip("reasoning_gym")
+    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "reasoning_gym" in b]
+    (tmp_path / "gym_rows.py").write_text(code)
+    names = {}
+    exec(compile(code.split("if __name__")[0], "gym_rows.py", "exec"), names)
+    specs = ["countdown:size=3", "chain_sum:size=4,max_terms=2"]
+    lines = []
+    for seed in (0, 0, 1):
+        names["write_rows"](seed, specs)
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1] != lines[2]
+    (tmp_path / "gym.jsonl").write_text(lines[0])
+    found = [row for _, row in problem_rows(f"{tmp_path}/gym.jsonl", "math", keep_fields=True)]
+    assert [row.dataset for row in found] == ["countdown"] * 3 + ["chain_sum"] * 4
+    expected = list(gym.create_dataset("chain_sum", size=4, max_terms=2, seed=0))
+    assert [row.text for row in found[3:]] == [entry["question"] for entry in expected]
+    spec = f"{tmp_path}/gym_rows.py:score"
+    with Grader(customs=[spec], deadline=20.0) as grader:
+        for i, row in enumerate(found):
+            for answer in (row.answer, "17"):
+                response = f"<answer> \\boxed{{{answer}}} </answer>"
+                grader.submit((i, answer), response, row.answer, True, "exact", custom=spec,
+                              row=json.loads(row.fields))
+        grades = grader.results()
+        assert not grader.errors
+    for (i, answer), grade in grades.items():
+        row = json.loads(found[i].fields)
+        verifier = gym.create_dataset(row["dataset"], **json.loads(row["settings"]))
+        assert grade.reward == pytest.approx(verifier.score_answer(answer, row["entry"]))
+        assert grade.reward == 1 or answer == "17"

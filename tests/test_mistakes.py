@@ -32,7 +32,15 @@ AT_ONCE = {
     "another library's flag": ("orz-7b --rollout.num_generations 8", "(did you mean --samples_per_prompt?)"),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?)"),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "(did you mean --policy_lr?)"),
-    "a word for a number": ("orz-7b --steps ten", "10: 'ten'; needed: another command line, as in"),
+    "a word for a number": ("orz-7b --steps ten", "10: 'ten'; needed: a number"),
+    "a typo in a number": ("orz-7b --policy_lr 1e-4x", "to float: '1e-4x'; needed: a number"),
+    "the beginning of a flag": ("orz-7b --temp 1", "--temp (did you mean --template or --temperature?)"),
+    "what no flag does": ("orz-7b --deepspeed x", "no flag --deepspeed (torz always shards with FSDP2); nee"),
+    "a file of flags": ("orz-7b --config x.yaml", "no flag --config (put the flags into a shell script); "),
+    "a logger": ("orz-7b --report_to tensorboard", "no flag --report_to (TensorBoard's files are always in"),
+    "verl's words": ("orz-7b actor_rollout_ref.rollout.n=8", ".n=8 (did you mean --samples_per_prompt?)"),
+    "verl's words alone": ("data.train_batch_size=8", "_size=8' (did you mean --prompts_per_step?) before"),
+    "a mask of nothing": ("tiny-grpo --mismatch negative-mask", "needed: --mismatch_bounds 0.6 2"),
     "a flag for no purpose here": ("orz-7b --lora_r 8", "no flag --lora_r; needed: a flag that"),
     "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another command line"),
     "a value for a switch": ("orz-7b --go true", "options: true; needed: another command line"),
@@ -140,7 +148,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
     run = tmp_path / "run"
     (run / "ckpt/step_000002").mkdir(parents=True)
     (run / "ckpt/step_000002/COMPLETE").write_text('{"state.json": {}}')
-    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    (run / "metrics.jsonl").write_text('{"step": 0, "reward": 0}\n')
     (run / "config.json").write_text('{"algo')
     with pytest.raises(UserError, match="step_000002/2 is no complete checkpoint; needed: a run"):
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])

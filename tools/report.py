@@ -417,9 +417,7 @@ def report_on(
             write_table(rows, to)
         else:
             plot(runs, to)
-    lines = []
-    for name, *cells in rows:
-        lines.append(f"{name:40}" + "".join(f"{cell:>17}" for cell in cells))
+    lines = ["\t".join(row).expandtabs(18) for row in rows]
     show("\n".join([compare(runs), "", *lines, "", f"file  {to}"]))
 
 
