@@ -1121,7 +1121,7 @@ def is_exact(node: Node, index: Node) -> bool:
 def _like_terms(node):
     """Returns whether two terms of a sum could be added: 2π+3π, and also 5π-2(π-1)."""
     terms = _terms(node)
-    zero = variables(node) and any(not factor for factor, _ in terms)
+    zero = var("i") not in walk(node) and any(not factor for factor, _ in terms)
     return bool(zero) or len({rest for _, rest in terms}) < len(terms)
 
 
