@@ -2,11 +2,43 @@ r"""Decides whether an answer equals the gold answer.
 
     grade(r"\frac12", "0.5")                               # True
 
-Top-down: `tokens` splits a text into tokens, `Parser` builds a tree of them, `meaning` finds lists, names and
-units in the tree, `_same` compares two trees by their kinds, and `math_equal` computes the values of
-expressions. `quick_grade` does all but the last step. grading/worker.py runs `grade` in other processes.
+The file reads top-down: `tokens` splits a text into tokens, `Parser` builds a tree of them, `meaning` finds
+lists, names, units and conditions in the tree, `_same` compares two trees by their kinds, and `math_equal`
+compares the values of expressions. `quick_grade` does all but the last step; it returns None if that is
+needed. grading/worker.py runs `grade` in processes that can be killed.
 
-RULES
+To add a command of LaTeX, write it into SIGNS or FUNCTIONS. To add a unit, write it into UNITS. To add a word
+that changes a value, write it into NO_UNIT or CHANGED.
+
+What counts as equal:
+
+- Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation is wrong:
+  `3+4` does not equal 7. `_unfinished` has the rules.
+- An answer that can't be read as a whole, such as `3@\frac{1}{2}`, is wrong. `grade` may raise ValueError for
+  such a gold answer.
+- A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
+  equals `1/3`, `0.33` does not. Two decimals with the same number of places must be equal. Integers are
+  exact. In an expression such as `1.8333333333333\pi`, an answer's decimal must be right to 12 digits, unless
+  the gold answer also has a decimal.
+- A percent is a hundredth: `5\%` equals 0.05, not 5.
+- Numbers in other bases are not converted: `101_2` does not equal 5.
+- Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
+- If only the answer has a unit, the unit must be in UNITS or a plural noun: `28 pizzas` equals 28,
+  `28 halved` does not.
+- If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
+- The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
+  `\{2,2,3\}` equals `\{2,3\}`.
+- An inequality in one variable is a set of numbers: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
+  inequalities all mean the union. But `x\ne3` removes the point 3.
+- Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
+- `x=5` and `m+n=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
+  `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
+- A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
+- In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
+- After `\approx`, an answer that is no integer may add a number that is right within one percent:
+  `\frac56\approx0.83`. A gold answer with a decimal point may equal this number: `\frac56\approx0.83` also
+  equals 0.83.
 """
 
 import re
@@ -239,7 +271,7 @@ def _token(match, in_text, gap):
         return _letters(match, in_text, gap)
     if piece == r"\Omega" or name == "$":
         return [Token("w", {"$": "$"}.get(name, "ohms"), gap)]
-    sign = SIGNS.get(low, piece if piece == r"\\" else name)
+    sign = SIGNS.get(low, piece if piece in (r"\\", r"\&") else name)
     letter = unescape(f"&{name};") if sign == name and len(name) > 1 else sign
     if re.fullmatch("set[A-Z]", name) or len(letter) == 1 and letter.isalpha():
         return [Token("x", name if name[:3] == "set" else letter, gap)]
@@ -298,7 +330,26 @@ class Number(NamedTuple):
 class Node(NamedTuple):
     """A node of the tree.
 
-    NODES"""
+    kind        parts, and value
+    num         none; a Number
+    x           none; a variable or a constant, such as x_1, π or ∞
+    text        none; words in lower case
+    + * / ^     the operands. A difference is a sum with a "neg"
+    neg ! % °   the operand; also abs, floor, ceil, and functions such as sin
+    root binom  the operand and its degree; n and k
+    opaque      none; the text of an integral, a sum, a maximum, ...
+    ( {         the elements. The value of "(" is its brackets, "=" for x=1, y=2, the shape of a matrix,
+                or "mod 7"
+    , ; :       the elements of a list, the terms of a ratio
+    ∪ ∩ ∖       the sets
+    =           before `meaning`: the sides; the signs between them
+    <           the sides of an inequality in one variable; the signs
+    equation    the sides; the sign
+    chain       the parts of 3+4=7≈7.0; the index of the value 7
+    named       the value of x=5, and its left side if that is no system; the name
+    unit        the value of 5 cm; the words of the unit, and whether it looks like a unit
+    given       none; a condition such as k∈Z
+    unread      none; a text that the grammar can't read"""
 
     kind: str
     parts: tuple = ()
@@ -753,7 +804,9 @@ def _relation(parts, signs):
     first, last = parts[0], parts[-1]
     if set(signs) & set("<>≤≥≠"):
         free = [part for part in parts if variables(part)]
-        inside = free[0].parts[0] if free and free[0].kind in ("abs", "neg") else (free or [ZERO])[0]
+        inside = (
+            free[0].parts[0] if free and free[0].kind in ("abs", "neg") else (free or [ZERO])[0]
+        )
         return Node("<" if len(free) == 1 and inside.kind == "x" else "equation", parts, signs)
     if signs == "∈" and last.kind == "x" and last.value != "setR" and DOMAIN.fullmatch(last.value):
         return Node("given")
@@ -776,8 +829,8 @@ def _relation(parts, signs):
 
 
 def _name(node):
-    """Returns the name that a left side is, such as x, f(x), |AB|, AB:CD, (x,y) or m+n; None for the left side
-    of an equation to solve, such as 2x or x^2."""
+    """Returns the name that a left side is, such as x, f(x), |AB|, AB:CD, (x,y) or m+n; None for the left
+    side of an equation to solve, such as 2x or x^2."""
     kind, parts, value = node
     if kind in ("x", "text"):
         return None if {*value.casefold().split()} & (CHANGED.keys() | {"π", "∞"}) else value
@@ -883,8 +936,8 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
-    """Returns what `grade` returns, or None if that depends on the value of an expression. If `prove` is given,
-    it compares such expressions (see `_same`). Raises UserError for an unknown kind."""
+    """Returns what `grade` returns, or None if that depends on the value of an expression. If `prove` is
+    given, it compares such expressions (see `_same`). Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
     if not answer or not gold or answer == gold or kind == "exact":
@@ -918,8 +971,8 @@ def _letter(node):
 
 
 def _same(answer, gold, prove):
-    """Returns whether two nodes are equal. prove(answer, gold) compares two expressions, equations or sets. It
-    returns None if it can't decide. `_same` returns None if such a pair matters."""
+    """Returns whether two nodes are equal. prove(answer, gold) compares two expressions, equations or sets.
+    It returns None if it can't decide. `_same` returns None if such a pair matters."""
     kinds = {answer.kind, gold.kind}
     if answer == gold or "unread" in kinds:
         return answer == gold or gold.kind == "unread" and prove(answer, gold)
@@ -979,13 +1032,16 @@ def _same_named(answer, gold, prove):
 
 
 def _renamed(node, old, new):
+    """Exchanges two names in a tree."""
     parts = tuple(_renamed(part, old, new) for part in node.parts)
-    return Node(node.kind, parts, new if node.value == old else node.value)
+    value = {old: new, new: old}.get(node.value, node.value) if node.kind == "x" else node.value
+    return Node(node.kind, parts, value)
 
 
 def _same_chain(answer, gold, prove):
-    """Does the work of `_same` if one or both nodes are a chain, such as 3+4=7. Only the value (7) of the gold
-    answer counts. In the answer, each part must equal the value; roundings must be right within one percent."""
+    """Does the work of `_same` if one or both nodes are a chain, such as 3+4=7. Only the value (7) of the
+    gold answer counts. In the answer, each part must equal the value; roundings must be right within one
+    percent."""
     target = gold.parts[gold.value] if gold.kind == "chain" else gold
     if answer.kind != "chain":
         return _same(answer, target, prove)
@@ -1058,7 +1114,17 @@ TRIG = set("sin cos tan cot sec csc arcsin arccos arctan".split())
 
 
 def _unfinished(answer, gold):
-    """Returns whether an answer has a calculation that the gold answer lacks (see the top)."""
+    r"""Returns whether an answer has a calculation that the gold answer lacks. Otherwise a policy could earn
+    the reward by repeating the problem: 3+4 does not equal 7. What an answer may contain, and when:
+
+        fraction of integers    always: 6/8. But if its value is an integer (84/2), it counts as a product
+        sum                     of like terms: if the gold answer has one. 2π+3π does not equal 5π
+        product                 of two numbers, or a base twice: if the gold answer has such a product, or a
+                                power of a number. 2·2^{2023} equals 2^{2024}
+        power                   or factorial of a number: if the gold answer has one. (2x)^3 does not equal
+                                8x^3. Or if it is an equation with any power: x^2+y^2=5^2
+        trig, root, log,        as often as the gold answer has it. If that has a variable and a root, any
+        opaque                  number of roots is right; the same for logarithms"""
     ours, theirs = calculations(answer), calculations(gold) + Counter()
     theirs["product"] += theirs["power"]
     theirs["power"] += gold.kind == "equation" and any(n.kind == "^" for n in walk(gold))
@@ -1121,7 +1187,7 @@ def is_exact(node: Node, index: Node) -> bool:
 def _like_terms(node):
     """Returns whether two terms of a sum could be added: 2π+3π, and also 5π-2(π-1)."""
     terms = _terms(node)
-    zero = variables(node) and any(not factor for factor, _ in terms)
+    zero = var("i") not in walk(node) and any(not factor for factor, _ in terms)
     return bool(zero) or len({rest for _, rest in terms}) < len(terms)
 
 
@@ -1169,7 +1235,7 @@ def _values(nodes):
 
 
 def _product(node):
-    """Returns whether a product has two numbers (2·3x), a ratio that is an integer (4π/2), or a base twice."""
+    """Returns whether a product has two numbers (2·3x), an integer ratio (4π/2), or a base twice."""
     tops, bottoms = factors(node)
     many = (
         node.kind == "*" and sum(bool(_values(sum(factors(part), []))) for part in node.parts) > 1
@@ -1194,7 +1260,7 @@ def _is_complex(node):
 
 
 def _power(base, exponent):
-    """Returns "root" for x^{1/2}, "power" for a power that could be multiplied out, such as (2x)^3, else ""."""
+    """Returns "root" for x^{1/2}; "power" for a power to multiply out, such as (2x)^3; "" for others."""
     power = number(exponent)
     if power and not is_integer(power) or any(n.kind == "/" for n in walk(exponent)):
         return "root"
@@ -1209,8 +1275,8 @@ def _power(base, exponent):
 
 
 def math_equal(answer: Node, gold: Node, tolerance: float | None = None) -> bool:
-    r"""Returns whether two expressions, equations or sets are equal. Expressions are equal if they have the same
-    values, to 40 digits, at three points (Schwartz, JACM 1980). Returns False if a value is too large to
+    r"""Returns whether two expressions, equations or sets are equal. Expressions are equal if they have the
+    same values, to 40 digits, at three points (Schwartz, JACM 1980). Returns False if a value is too large to
     compute. Raises ValueError if `gold` can't be parsed.
 
     tolerance: largest relative difference of two numbers, if `gold` has a decimal point or `answer` is a

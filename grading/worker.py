@@ -1,10 +1,11 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
-On some responses math-verify hangs, fills the memory or crashes, so it runs in other processes:
+A user's function may hang, fill the memory or crash, and the values of some expressions take long to compute.
+So both run in other processes:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ requests (JSON)   ┌──────────────────────────┐ fork  ┌────────────────────────┐
-    │        │ ────────────────> │ imports math-verify, or  │ ────> │ carry out requests;    │
+    │        │ ────────────────> │ imports answers.py, or   │ ────> │ carry out requests;    │
     │ Grader │                   │ the user's file, once    │       │ killed at the deadline;│
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
@@ -55,7 +56,7 @@ MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
-MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
+MAX_TASKS = 2000  # requests after which a worker is replaced, because its caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
 LATE = (
@@ -655,7 +656,7 @@ class Grader(AbstractContextManager):
                 if server in replaced or server.facts is None:
                     what = "a call" if server.facts else "its import"
                     self.failure = (
-                        f"can't use {server.spec or 'math-verify'}: {what} ended or stopped "
+                        f"can't use {server.spec or 'grading/answers.py'}: {what} ended or stopped "
                         "its server; needed: a file that ends no other process"
                     )
                     return

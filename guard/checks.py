@@ -246,7 +246,7 @@ def check_gold(
     require(
         cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
         found,
-        'answers that math-verify can read, another --reward, "reward": "exact" in such rows, or '
+        'answers that torz can read, another --reward, "reward": "exact" in such rows, or '
         "--go",
     )
 
