@@ -48,6 +48,7 @@ PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
 ORZ_ROLES = {"human": "user", "gpt": "assistant"}  # Open-Reasoner-Zero's names of the roles
+TURN = ("role", "from", "content", "value")  # fields of a turn
 WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")  # a word, but no LaTeX \command
 EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # Whitespace, NUL, and characters without width: a gold answer loses them at both ends.
@@ -189,12 +190,16 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _unused(fields, problem, turns, where):
-    """Returns (name, hash of the value) for each field with a text that is not in the prompt, without those
-    with a name of QUIET. Raises UserError if such a field has a name of OF_QUESTION.
+    """Returns (name, hash of the value) for each field of the row, or of a turn, with a text that is not in
+    the prompt, without those with a name of QUIET. Raises UserError if such a field has a name of
+    OF_QUESTION.
 
     problem: the value of the problem's field"""
     asked = []  # fields that may belong to the question
-    for name, value in fields.items():
+    every = [*fields.items()]
+    for turn in problem if isinstance(problem, list) else ():
+        every += [(name, value) for name, value in turn.items() if name not in TURN]
+    for name, value in every:
         of_question = OF_QUESTION.fullmatch(name.casefold())
         if value is not problem and (of_question or not QUIET.search(name.casefold())):
             asked.append((name, value, of_question))

@@ -598,6 +598,17 @@ def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, t
                      "text in the problem", str(e.value)) and "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("more,error", [
+    ({"images": ["a.png"]}, "a field 'images'"), ({"passage": "Two pears."}, "a field 'passage'"),
+    ({"tool": "x"}, None), ({"weight": 3, "images": None}, None), ({"name": ""}, "")])
+def test_a_field_of_a_turn_is_as_a_field_of_the_row(more, error, tokenizer, tmp_path):
+    row = {"prompt": [{"role": "user", "content": Q} | more], "answer": "2"}
+    with pytest.raises(UserError, match=error) if error else nullcontext():
+        *lines, _ = told_of([row], tokenizer, tmp_path)[1]
+        told = f"fields that no prompt shows, and their numbers of rows: '{next(iter(more))}' (1)"
+        assert lines == ([told] if error is None else [])
+
+
 @pytest.mark.parametrize("row", [
     {"passage": "Two   pears.\n", "question": "Two pears. How many?"}, {"passage": None}, {"passage": ""},
     {"passage": " \n"}, {"passage": False}, {"passage": []}, {"passage": {}}, {"passage": float("nan")},
