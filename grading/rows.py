@@ -125,12 +125,16 @@ def problem_rows(
                 break
             continue
         if keep_fields:
-            # Values of types that JSON lacks, such as dates, become texts.
-            found = replace(found, fields=json.dumps(row, default=str))
+            found = replace(found, fields=as_json(row))
         yield number, found
     if wrong:
         all_found = "; ".join(found for found, _, _ in wrong)
         raise UserError(f"{all_found}; needed: {wrong[0][2]}")
+
+
+def as_json(row: Any) -> str:
+    """Returns a row as JSON. Values of types that JSON lacks, such as dates, become texts."""
+    return json.dumps(row, default=str)
 
 
 def local_file(path: str) -> str:
