@@ -98,8 +98,8 @@ def test_prompts_are_computed_once_and_their_states_in_each_segment(folder, monk
     policy.model.layers[0].linear_attn.in_proj_qkv.register_forward_hook(
         lambda module, args, out: seen.append(len(out)))
     recur = model._recur
-    monkeypatch.setattr(model, "_recur", lambda net, rows, *cu: seen.append(rows[..., 0].numel()) or
-                        recur(net, rows, *cu))
+    monkeypatch.setattr(model, "_recur", lambda net, rows, cu: seen.append(rows[..., 0].numel()) or
+                        recur(net, rows, cu))
     policy(p, 1.0)
     computed, *blocks = seen
     assert computed == len(p.unique) == len(p.tokens) - 7 * 70
@@ -143,10 +143,10 @@ def dtypes_in_bf16(path: str) -> tuple[set, set, set, set]:
     shard_fn = functools.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     policy, recur = model.load_policy(path, "cpu", shard_fn), model._recur
 
-    def spy(net, rows, *cu):
+    def spy(net, rows, cu):
         seen.update([("A_log", net.A_log.dtype), ("dt_bias", net.dt_bias.dtype),
                      ("weight", net.conv1d.weight.dtype)])
-        return recur(net, rows, *cu)
+        return recur(net, rows, cu)
 
     model._recur = spy
     logp = policy(data.pack(make_samples(4)), 1.0)[0]
@@ -243,9 +243,10 @@ def test_arguments_of_a_chat_template_reach_prompts_and_exports(folder):
 
 
 @pytest.mark.parametrize("word", ["enable_thinkng=false", "messages=1", "enable_thinking",
-                                  "enable_thinking=no", "enable_thinking=null", "m=1", "eos_token=1", "level=[1]"])
+                                  "enable_thinking=no", "enable_thinking=null", "m=1", "eos_token=1",
+                                  "level=[1]"])
 def test_a_wrong_argument_of_a_chat_template_is_refused_in_one_line(word, folder):
-    with pytest.raises(UserError, match=f"--template_args {re.escape(word)} .*needed: NAME=VALUE") as e:
+    with pytest.raises(UserError, match=f"--template_args {re.escape(word)}.*needed: NAME=VALUE") as e:
         data.set_arguments(with_switch(folder), (word,))
     assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="--template_args has no effect with --template orz"):
