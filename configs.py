@@ -294,16 +294,12 @@ class Config:
             r"--stop has an empty text, or a backslash and an n",
             r"texts that a response may end with; in bash, $'\n' is a line break",
         )
-        require(
-            not self.system_prompt or self.template == "chat",
-            f"--system_prompt has no effect with --template {self.template}",
-            "--template chat",
-        )
-        require(
-            not self.template_args or self.template == "chat",
-            f"--template_args has no effect with --template {self.template}",
-            "--template chat",
-        )
+        for name in ("system_prompt", "template_args"):
+            require(
+                not getattr(self, name) or self.template == "chat",
+                f"--{name} has no effect with --template {self.template}",
+                "--template chat",
+            )
         require(
             not self.start_from or self.resume in ("auto", "never"),
             f"--start_from begins a run, and --resume {self.resume} continues one",

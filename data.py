@@ -432,21 +432,23 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
 
     words: NAME=VALUE, with a text, a bool or a whole number in JSON as the value. Raises UserError for other
         values, and for names that the template does not read."""
-    own = tokenizer.get_chat_template() if words and tokenizer.chat_template else ""
-    # transformers' own tag, which Jinja does not know
-    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", own)
-    syntax = SandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    if not words:
+        return
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
     with explained("the chat template can't be read", "--template orz or plain"):
-        known = meta.find_undeclared_variables(syntax.parse(plain))
+        own = tokenizer.get_chat_template()
+        syntax = _compile_jinja_template(own).environment  # with transformers' own tags
+        known = meta.find_undeclared_variables(syntax.parse(own))
     known -= ALWAYS_SET | {*tokenizer.special_tokens_map}
     for word in words:
         name, _, text = word.partition("=")
         with explained(f"--template_args {word}", "NAME=VALUE, such as enable_thinking=false"):
             value = json.loads(text)
         require(
-            name in known and isinstance(value, str | bool | int),
-            f"--template_args {word} is no argument of this chat template, or no single value",
-            f"NAME=VALUE with a name of: {', '.join(sorted(known)) or '(the template has none)'}",
+            name in known and isinstance(value, str | int),
+            f"--template_args {word}: the chat template reads no such argument",
+            f"NAME=VALUE with one of the names {', '.join(sorted(known))}, and a single value",
         )
         default = f"{{% set {name} = {_as_jinja(value)} %}}"
         own = f"{{% if {name} is not defined %}}{default}{{% endif %}}{{{{ '' }}}}{own}"

@@ -375,17 +375,17 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     groups = {"": model}
     for i, layer in enumerate(model.model.layers):
         groups[f"model.layers.{i}."] = layer
-    sharded = isinstance(model, FSDPModule)
     with on_device(model, None, device):
         for prefix, group in groups.items():
-            parts = [m for m in group.modules() if isinstance(m, FSDPModule)] if prefix else [group]
-            for part in parts if sharded else ():
+            parts = group.modules() if prefix else [group]
+            parts = [part for part in parts if isinstance(part, FSDPModule)]
+            for part in parts:
                 part.unshard()
             for name, param in group.named_parameters():
                 if prefix or not name.startswith("model.layers."):
                     dtype = pushed_dtype(name, model.compute_dtype)
                     yield prefix + name, param.detach().to(dtype)
-            for part in parts if sharded else ():
+            for part in parts:
                 part.reshard()
 
 

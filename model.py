@@ -16,6 +16,7 @@ Letters in the shapes of tensors:
 
 import contextlib
 import inspect
+import math
 import operator
 import os
 from collections import defaultdict
@@ -334,24 +335,19 @@ def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: An
     rows = torch.cat([net.in_proj_qkv(x), net.in_proj_b(x), net.in_proj_a(x)], -1)
     if segments.slots is not None:
         rows = TakeRows.apply(rows, segments.slots)
-    if fused:
-        out = _recur(net, rows[None], segments.cu_seqlens)[0]
-    else:
-        outs = []
-        start = 0
-        for size, columns in segments.blocks:
-            end = start + size * columns
-            block = rows[start:end].unflatten(0, (size, columns))
-            outs.append(_recur(net, block).flatten(0, 1))
-            start = end
-        out = torch.cat(outs)
+    cu_seqlens = segments.cu_seqlens if fused else None
+    blocks = segments.blocks or [(1, len(rows))]
+    outs = []
+    for block, part in zip(blocks, rows.split([math.prod(b) for b in blocks]), strict=True):
+        outs.append(_recur(net, part.unflatten(0, block), cu_seqlens).flatten(0, 1))
+    out = torch.cat(outs)
     if segments.outputs is not None:
         out = out.index_select(0, segments.outputs)
     z = net.in_proj_z(x).unflatten(-1, (-1, net.head_v_dim))
     return net.out_proj(net.norm(out, z).flatten(1))[None]
 
 
-def _recur(net, rows, cu_seqlens=None):
+def _recur(net, rows, cu_seqlens):
     """Returns the outputs (B, L, heads, d) of convolution and recurrence, which begin anew in each of the B
     rows, or with cu_seqlens (N+1,) in each of the N segments of the only row.
 
@@ -359,22 +355,20 @@ def _recur(net, rows, cu_seqlens=None):
     heads = net.num_v_heads
     mixed, beta, decay = rows.split([net.conv_dim, heads, heads], -1)
     if cu_seqlens is None:
-        length = rows.shape[1]
-        mixed = F.silu(net.conv1d(mixed.mT)[..., :length]).mT
+        mixed = F.silu(net.conv1d(mixed.mT)[..., : rows.shape[1]]).mT
         rule = _chunked_rule()
-        options = {"chunk_size": min(64, length)}
     else:
         convolve, rule = _fused_rule()
-        options = {"cu_seqlens": cu_seqlens}
         weight = net.conv1d.weight.squeeze(1)
-        mixed, _ = convolve(mixed, weight, activation="silu", **options)
+        mixed, _ = convolve(mixed, weight, activation="silu", cu_seqlens=cu_seqlens)
     q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], -1)
+    q, k = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (q, k))
     times = heads // net.num_k_heads
-    q, k = (t.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2) for t in (q, k))
-    v = v.unflatten(-1, (heads, -1))
+    q, k = (x.repeat_interleave(times, 2) for x in (q, k))
     # A_log and dt_bias are fp32 (dist.FP32).
-    decay = -net.A_log.float().exp() * F.softplus(decay.float() + net.dt_bias.float())
-    out, _ = rule(q, k, v, decay, beta.sigmoid(), use_qk_l2norm_in_kernel=True, **options)
+    decay = -net.A_log.exp() * F.softplus(decay.float() + net.dt_bias)
+    options = dict(use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    out, _ = rule(q, k, v.unflatten(-1, (heads, -1)), decay, beta.sigmoid(), **options)
     return out
 
 
@@ -977,8 +971,8 @@ def left_out(path: str) -> str:
     """Returns a line that says which of the folder's weights are not loaded; "" if all are."""
     names = dist.tensors_in(path)
     count = len(names) - len(names_in_files(names, load_config(path)))
-    text = f"{path}: only the language model is loaded; {count} tensors of {' and '.join(LEFT_OUT)}"
-    return f"{text} are left out, also in exports" if count else ""
+    parts = f"{count} tensors of {' and '.join(LEFT_OUT)}"
+    return f"{path}: {parts} are left out, also in exports" if count else ""
 
 
 def on_meta(kind: type, path: str) -> PackModel:
@@ -998,8 +992,8 @@ def on_meta(kind: type, path: str) -> PackModel:
         f"two .safetensors files in {path} have the same tensors",
         "a folder with the files of one model",
     )
-    names = names_in_files(files, config)
-    theirs = {name: files[stored].size for name, stored in names.items()}
+    model.names = names_in_files(files, config)
+    theirs = {name: files[stored].size for name, stored in model.names.items()}
     # named_parameters() lists a tied weight once; state_dict() would list it twice.
     ours = {name: p.shape for name, p in model.named_parameters()}
     for name in ours.keys() ^ theirs.keys():
@@ -1038,8 +1032,7 @@ def _load(kind, path, device, shard_fn, seed=0):
         drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
         part = dist.local(head.detach())  # the only row, or, on most ranks, no row
         part.copy_(drawn[: len(part)])
-    names = names_in_files(dist.tensors_in(path), model.config)
-    dist.load_files({names[name]: p for name, p in state.items()}, path)
+    dist.load_files({model.names[name]: p for name, p in state.items()}, path)
     wrong = []
     for name, p in model.named_parameters():
         if not dist.local(p).sum().isfinite():
@@ -1064,9 +1057,9 @@ def files_weights(
     ours = dict(model.named_parameters())
     for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
-            names = names_in_files(f.keys(), model.config)
-            for name in sorted(ours.keys() & names.keys()):
-                tensor = f.get_tensor(names[name])
+            here = set(f.keys())
+            for name in sorted(name for name in ours if model.names[name] in here):
+                tensor = f.get_tensor(model.names[name])
                 if not tensor.float().sum().isfinite():
                     check_finite([name], path)
                 yield name, tensor.to(device, dist.pushed_dtype(name, dtype))

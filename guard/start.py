@@ -166,7 +166,7 @@ def load(
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
     carried = []
-    lines = [line for line in [left_out(cfg.model)] if line]
+    lines = [left_out(cfg.model)]
     if resumes:
         lines.append(ckpt.resume(path, saved, models, facts))
         carried = ckpt.read_carried(path)[world.rank :: world.size]
@@ -178,7 +178,7 @@ def load(
     noted = facts["noted"]
     log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
-    for line in lines:
+    for line in filter(None, lines):
         log.say(line)
     log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far

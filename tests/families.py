@@ -200,8 +200,8 @@ def stand_in_for_torchvision() -> None:
 
 
 def delta_rule_in_fp32() -> None:
-    """vLLM's CPU kernels of the delta rule take only bf16. This function adds a plain one for fp32, so that all
-    other parts of vLLM's model can be compared exactly: weights, states, positions, gates and norms."""
+    """vLLM's CPU kernels of the delta rule take only bf16. This function adds a plain one for fp32, so that
+    all other parts of vLLM's model can be compared exactly: weights, states, positions, gates and norms."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as vllm_part
 
     in_bf16, ops = vllm_part.cpu_gdn_attention_core, vllm_part.ops

@@ -75,7 +75,8 @@ def ours(path: str, count: int = 1) -> tuple[list[torch.Tensor], dict[str, torch
     for _ in dist.accumulate(policy, [p]):
         logp = policy(p, 0.7)[0]
         (logp * weights_of(mine)).sum().backward()
-    return logp.detach().split([s.length for s in mine]), {n: full(p.grad) for n, p in policy.named_parameters()}
+    gradients = {name: full(p.grad) for name, p in policy.named_parameters()}
+    return logp.detach().split([s.length for s in mine]), gradients
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -97,8 +98,8 @@ def test_prompts_are_computed_once_and_their_states_in_each_segment(folder, monk
     policy.model.layers[0].linear_attn.in_proj_qkv.register_forward_hook(
         lambda module, args, out: seen.append(len(out)))
     recur = model._recur
-    monkeypatch.setattr(model, "_recur", lambda net, rows, *cu: seen.append(rows[..., 0].numel()) or
-                        recur(net, rows, *cu))
+    monkeypatch.setattr(model, "_recur", lambda net, rows, cu: seen.append(rows[..., 0].numel()) or
+                        recur(net, rows, cu))
     policy(p, 1.0)
     computed, *blocks = seen
     assert computed == len(p.unique) == len(p.tokens) - 7 * 70
@@ -121,18 +122,18 @@ def test_a_state_that_leaks_into_the_next_segment_is_seen(folder):
     assert (leaking - alone)[:first].abs().max() < NEAR < 1e-2 < (leaking - alone)[first:].abs().max()
 
 
-def test_gradients_of_both_algorithms_do_not_depend_on_ranks(folder):
+def test_gradients_of_policy_and_critic_do_not_depend_on_ranks(folder):
+    """On four ranks, each pair holds a whole model."""
     base = replace(PRESETS["tiny-ppo"], model=folder, device="cpu", dtype="float32", pack_len=64,
-                   max_prompt_len=16, max_response_len=32, prompts_per_step=4, samples_per_prompt=4,
+                   max_prompt_len=16, max_response_len=32, prompts_per_step=2, samples_per_prompt=4,
                    critic_updates=1)
-    jobs = [(base, make_samples(16)), (replace(base, algo="grpo", shard_ranks=2), make_samples(16))]
-    (ppo, grpo), = run_ranks(1, all_gradients, [(replace(c, shard_ranks=0), s) for c, s in jobs])
-    assert any(name.startswith("critic.") and name.endswith("A_log") for name in ppo)
-    for got in run_ranks(4, all_gradients, jobs):
-        for a, b in zip(got, (ppo, grpo), strict=True):
-            whole = torch.stack([g.norm() for g in b.values() if isinstance(g, torch.Tensor)]).norm()
-            for name in b.keys() - {"metrics", "packs", "sent"}:
-                assert (a[name] - b[name]).norm() < NEAR * (b[name].norm() + 1e-2 * whole), name
+    (alone,), = run_ranks(1, all_gradients, [(base, make_samples(8))])
+    assert any(name.startswith("critic.") and name.endswith("A_log") for name in alone)
+    for found, in run_ranks(4, all_gradients, [(replace(base, shard_ranks=2), make_samples(8))]):
+        whole = torch.stack([g.norm() for g in alone.values() if isinstance(g, torch.Tensor)]).norm()
+        for name in alone.keys() - {"metrics", "packs", "sent"}:
+            gap = (found[name] - alone[name]).norm()
+            assert gap < NEAR * (alone[name].norm() + 1e-2 * whole), name
 
 
 def dtypes_in_bf16(path: str) -> tuple[set, set, set, set]:
@@ -142,9 +143,10 @@ def dtypes_in_bf16(path: str) -> tuple[set, set, set, set]:
     shard_fn = functools.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
     policy, recur = model.load_policy(path, "cpu", shard_fn), model._recur
 
-    def spy(net, rows, *cu):
-        seen.update([("A_log", net.A_log.dtype), ("dt_bias", net.dt_bias.dtype), ("weight", net.conv1d.weight.dtype)])
-        return recur(net, rows, *cu)
+    def spy(net, rows, cu):
+        seen.update([("A_log", net.A_log.dtype), ("dt_bias", net.dt_bias.dtype),
+                     ("weight", net.conv1d.weight.dtype)])
+        return recur(net, rows, cu)
 
     model._recur = spy
     logp = policy(data.pack(make_samples(4)), 1.0)[0]
@@ -169,7 +171,8 @@ def test_files_with_a_vision_tower_become_a_text_model(folder, tmp_path):
     """What is left out is said in one line. The export is the language model alone."""
     line = model.left_out(folder)
     count = sum(name.startswith(model.LEFT_OUT) for name in dist.tensors_in(folder))
-    assert count > 10 and f"{count} tensors of model.visual. and mtp. are left out" in line and "\n" not in line
+    assert count > 10 and f"{count} tensors of model.visual. and mtp. are left out" in line
+    assert "\n" not in line
     policy = model.load_policy(folder)
     facts = {"prompt": "{problem}", "system_prompt": ""}
     out = tmp_path / "text"
@@ -188,7 +191,8 @@ def test_files_with_a_vision_tower_become_a_text_model(folder, tmp_path):
 
 
 @pytest.mark.parametrize("engine,dtype,ok", [
-    ("auto", "auto", False), ("torch", "bfloat16", False), ("vllm", "float32", False), ("vllm", "bfloat16", True)])
+    ("auto", "auto", False), ("torch", "bfloat16", False), ("vllm", "float32", False),
+    ("vllm", "bfloat16", True)])
 def test_an_engine_that_cannot_decode_it_is_refused_in_one_line(engine, dtype, ok, folder):
     cfg = replace(PRESETS["tiny-ppo"], model=folder, engine=engine, dtype=dtype)
     check = functools.partial(rollout.check_engine_flags, folder, cfg, torch.device("cpu"))
@@ -210,7 +214,8 @@ def test_settings_that_transformers_or_vllm_ignores_are_refused(changes, folder,
         model.load_config(str(tmp_path))
 
 
-SWITCH = ("{% generation %}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}{% endgeneration %}"
+SWITCH = ("{% generation %}{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+          "{% endgeneration %}"
           "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>"
           "{% endif %}{{ level | default(0) }}")
 
@@ -237,10 +242,11 @@ def test_arguments_of_a_chat_template_reach_prompts_and_exports(folder):
     assert [*prompts.values()] == ["<think>0", "<think></think>0", "<think>2", "<think>x"]
 
 
-@pytest.mark.parametrize("word", ["enable_thinkng=false", "messages=1", "enable_thinking", "enable_thinking=no",
-                                  "enable_thinking=null", "m=1", "eos_token=1", "level=[1]"])
+@pytest.mark.parametrize("word", ["enable_thinkng=false", "messages=1", "enable_thinking",
+                                  "enable_thinking=no", "enable_thinking=null", "m=1", "eos_token=1",
+                                  "level=[1]"])
 def test_a_wrong_argument_of_a_chat_template_is_refused_in_one_line(word, folder):
-    with pytest.raises(UserError, match=f"--template_args {re.escape(word)} .*needed: NAME=VALUE") as e:
+    with pytest.raises(UserError, match=f"--template_args {re.escape(word)}.*needed: NAME=VALUE") as e:
         data.set_arguments(with_switch(folder), (word,))
     assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="--template_args has no effect with --template orz"):

@@ -198,9 +198,9 @@ class EvalConfig(Config):
 # The flags that an evaluation uses.
 EVAL_FLAGS = """
     template system_prompt template_args date extractor reward env max_turns seed out
-    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp eval_samples eval_temperature
-    eval_top_p eval_response_len grade_workers grade_deadline device dtype stall_limit go save_logps
-    write_rows
+    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp
+    eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
+    device dtype stall_limit go save_logps write_rows
 """.split()
 # The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
 PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]

@@ -126,24 +126,7 @@ class DeltaNets(NamedTuple):
     @property
     def mixed(self) -> int:
         """Width of queries, keys and values together, which the convolution reads."""
-        return 2 * self.key_heads * self.key_dim + self.value
-
-    @property
-    def value(self) -> int:
-        return self.heads * self.dim
-
-    @property
-    def flop(self) -> int:
-        """FLOP of one token in the forward pass of one layer, besides 2 per parameter. In chunks of 64
-        tokens: products of keys and queries, the triangular system, and reading and writing the state."""
-        chunk = 64 * (5 * self.key_dim + 3 * self.dim)
-        return self.heads * (chunk + 6 * self.key_dim * self.dim)
-
-    def state(self, number: int) -> int:
-        """Bytes of the states of a response in all layers: fp32 for the recurrence, and the convolution's
-        last inputs, with `number` bytes each."""
-        recurrent = 4 * self.key_dim * self.value
-        return self.layers * (recurrent + number * (self.kernel - 1) * self.mixed)
+        return 2 * self.key_heads * self.key_dim + self.heads * self.dim
 
 
 @dataclass
@@ -185,14 +168,13 @@ class Shape:
         of_attention = self.q + 2 * self.kv
         biases = of_attention if self.qkv_bias else 0
         width = of_attention + self.q + 3 * self.inner  # of all matrices together
-        size = self.hidden * (width + 2) + biases
-        if not self.delta:
-            return size
-        gate = self.hidden * self.q  # of attention's output
-        net = self.delta
-        width = net.mixed + 2 * net.value + 2 * net.heads
-        more = self.hidden * (width - of_attention - self.q) + net.kernel * net.mixed
-        return size + (self.attention_layers * gate + net.layers * more) // self.layers
+        if net := self.delta:
+            value = net.heads * net.dim
+            in_net = net.mixed + 2 * (value + net.heads) + net.kernel * net.mixed / self.hidden
+            of_gate = self.q  # of attention's output
+            share = net.layers / self.layers
+            width += of_gate + share * (in_net - of_attention - self.q - of_gate)
+        return int(self.hidden * (width + 2)) + biases
 
     def adapters(self, rank: int) -> int:
         """Number of parameters of the adapters (--lora) of all layers' matrices."""
@@ -221,21 +203,19 @@ KNOWN = {
 }
 
 
-def qwen3_5(name: str, *sizes: int, nets: tuple[int, int], tied: bool = True) -> Shape:
-    """Returns the Shape of a Qwen3.5. sizes: layers, hidden, heads, inner, key-value heads. nets: see
-    DeltaNets"""
-    *four, kv_heads = sizes
-    options = dict(tied=tied, head_dim=256, qkv_bias=False, delta=DeltaNets(*nets))
-    return Shape(f"Qwen3.5-{name}", *four, 248320, kv_heads, **options)
-
-
-KNOWN |= {
-    "3.5-0.8b": qwen3_5("0.8B", 24, 1024, 8, 3584, 2, nets=(18, 16)),
-    "3.5-2b": qwen3_5("2B", 24, 2048, 8, 6144, 2, nets=(18, 16)),
-    "3.5-4b": qwen3_5("4B", 32, 2560, 16, 9216, 4, nets=(24, 32)),
-    "3.5-9b": qwen3_5("9B", 32, 4096, 16, 12288, 4, nets=(24, 32), tied=False),
-    "3.5-27b": qwen3_5("27B", 64, 5120, 24, 17408, 4, nets=(48, 48), tied=False),
+# Size of Qwen3.5 -> layers, hidden, heads, inner, vocab, KV heads, heads of values in a delta net
+QWEN3_5 = {
+    "0.8B": (24, 1024, 8, 3584, 248320, 2, 16),
+    "2B": (24, 2048, 8, 6144, 248320, 2, 16),
+    "4B": (32, 2560, 16, 9216, 248320, 4, 32),
+    "9B": (32, 4096, 16, 12288, 248320, 4, 32),
+    "27B": (64, 5120, 24, 17408, 248320, 4, 48),
 }
+for size, (*sizes, values) in QWEN3_5.items():
+    nets = DeltaNets(sizes[0] * 3 // 4, values)
+    tied = size in ("0.8B", "2B", "4B")
+    shape = Shape(f"Qwen3.5-{size}", *sizes, tied, head_dim=256, qkv_bias=False, delta=nets)
+    KNOWN[f"3.5-{size.lower()}"] = shape
 # Model types that tie LM head and embedding if config.json has no tie_word_embeddings.
 TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
@@ -267,10 +247,8 @@ def shape_of(config: dict, name: str) -> Shape:
 
 def _delta_nets(config):
     count = (config.get("layer_types") or []).count("linear_attention")
-    if not count:
-        return None
     words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
-    return DeltaNets(count, *(config[f"linear_{word}"] for word in words))
+    return DeltaNets(count, *(config[f"linear_{word}"] for word in words)) if count else None
 
 
 def read_shape(path: str) -> Shape:
@@ -452,8 +430,12 @@ class Case:
     def state_bytes(self) -> float:
         """Bytes of a response's recurrent states in a rank's engine. vLLM keeps two: the running one, and the
         one at the last whole page, for its prefix cache."""
-        nets = self.models["policy"].delta
-        return 2 * nets.state(self.number) / self.cfg.tp if nets else 0.0
+        net = self.models["policy"].delta
+        if not net:
+            return 0.0
+        recurrent = 4 * net.heads * net.dim * net.key_dim  # fp32
+        inputs = self.number * (net.kernel - 1) * net.mixed  # of the convolution
+        return 2 * net.layers * (recurrent + inputs) / self.cfg.tp
 
     @cached_property
     def recompute(self) -> dict[str, int]:
@@ -912,8 +894,10 @@ def _passes(case, name, prompt, response):
     packs = case.packs(length)
     params = shape.layers * shape.layer
     flop = forward_flops(params, shape.attention_layers, shape.q, tokens, tokens * length)
-    if shape.delta:
-        flop += tokens * shape.delta.layers * shape.delta.flop
+    if net := shape.delta:
+        # In chunks of 64 tokens: products of keys and queries, a triangular system, the state
+        of_head = 64 * (5 * net.key_dim + 3 * net.dim) + 6 * net.key_dim * net.dim
+        flop += tokens * net.layers * net.heads * of_head
     device = flop / (MFU * case.gpu.flops) / packs  # of the layers' forward pass
     of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
     host = shape.layers * of_layer
