@@ -599,10 +599,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
         for name, fact in facts["read"].items()
         if name.startswith(("policy's", "critic's", "lora"))
     }
-    needed = (
-        f"the models and --lora of that run: --model {saved['config']['model']} …, or first "
-        f"python ckpt.py export {path} last OUT, then --model OUT without --start_from"
-    )
+    needed = f"--lora and models of that run ({saved['config']['model']} …), or --model EXPORT"
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -724,23 +721,20 @@ def _save_config(folder, model, tokenizer, source, facts):
         shutil.copyfile(generation, folder / generation.name)
 
 
-def write_adapter(folder: Path, model: Adapted, source: str, config: Facts) -> None:
-    """Writes a policy's adapters to a folder in the format of PEFT.
-
-    source: folder of the base
-    config: the fields of Config"""
+def write_adapter(folder: Path, model: Adapted, source: str) -> None:
+    """Writes a policy's adapters to a folder in the format of PEFT. source: folder of the base"""
     state = {}
     for name, pair in model.adapters.items():
         name = name.replace("/", ".")
         for matrix, weight in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
-    save_file(state, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(state, folder / "adapter_model.safetensors")
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": source,
-        "r": config["lora"],
-        "lora_alpha": config["lora_alpha"],
+        "r": model.base.rank,
+        "lora_alpha": model.base.alpha,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=1))
@@ -792,7 +786,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         settings = load_config(source)
         if lora:
             dtype = settings.dtype or torch.float32
-            frozen = partial(freeze, rank=lora, alpha=config["lora_alpha"], dtype=dtype)
+            frozen = partial(freeze, lambda base: base, lora, config["lora_alpha"], dtype)
             load = load_critic if who == "critic" else load_policy
             model = Adapted(load(source, shard_fn=frozen), critic=who == "critic")
         else:
@@ -803,7 +797,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         dist.load_files({who: dist.tensors_of(model, None)}, path)
     facts = marker(run.absolute(), saved["step"], who, saved)
     if what == "adapter":
-        write_export(out, partial(write_adapter, model=model, source=source, config=config), facts)
+        write_export(out, partial(write_adapter, model=model, source=source), facts)
     else:
         export_hf(dist.full_weights(model), model, tokenizer, source, out, facts)
     show(f"{out}: the {what} after {saved['step']} steps")
@@ -818,7 +812,7 @@ def main(argv: list[str]) -> None:
             export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:
             found = f"unknown command: ckpt.py {' '.join(argv)}"
-            needed = "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model PATH]"
+            needed = "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model DIR]"
             raise UserError(f"{found}; needed: {needed}")
 
 

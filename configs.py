@@ -785,8 +785,8 @@ PRESETS |= {
     ),
 }
 # Adapters (LoRA). The learning rates are ten times those of full training ("LoRA Without Regret",
-# thinkingmachines.ai/blog/lora, 2025). With these values of engine_share, one H100 holds the base beside the
-# awake engine. Untried on a GPU.
+# thinkingmachines.ai/blog/lora, 2025). With this engine_share, one H100 holds the base beside the awake engine.
+# Untried on a GPU.
 PRESETS |= {
     "gsm8k-7b-1gpu": replace(
         PRESETS["gsm8k-0.5b-1gpu"],
@@ -795,7 +795,7 @@ PRESETS |= {
         policy_lr=1e-5,
         engine_share=0.7,
     ),
-    "orz-7b-lora": replace(ORZ, lora=32, policy_lr=1e-5, critic_lr=5e-5, engine_share=0.65),
+    "orz-7b-lora": replace(ORZ, lora=32, policy_lr=1e-5, critic_lr=5e-5),
 }
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.

@@ -393,20 +393,21 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
 def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> Iterator[None]:
     """Context manager. Inside, the model and its optimizer's state are on `device`. On exit, a model that was
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
-    inside, because changes are not copied to the host."""
+    inside, because changes are not copied to the host. With --lora, only the frozen base moves."""
     on_gpu = torch.device(device).type == "cuda"
-    moved = {}
-    for part, states in {model.base: None, model: optimizer}.items():
-        if on_gpu and any(p.device.type == "cpu" for p in part.parameters()):
-            moved[part] = states
-            to_device(part, states, device)
+    if model.base is not model:
+        model = model.base
+        optimizer = None
+    moves = on_gpu and next(model.parameters()).device.type == "cpu"
+    if moves:
+        to_device(model, optimizer, device)
     try:
         yield
     finally:
         reshard_all(model)  # a forward pass without a backward pass leaves weights gathered
-        for part, states in moved.items():
-            part.zero_grad()  # an exception may have left gradients on the device
-            to_host(part, states)
+        if moves:
+            model.zero_grad()  # an exception may have left gradients on the device
+            to_host(model, optimizer)
         if on_gpu:  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 

@@ -755,14 +755,16 @@ class FrozenLinear(nn.Linear):
         return y + F.linear(low, b.to(x.dtype))
 
 
-def freeze(model: PackModel, rank: int, alpha: float, dtype: torch.dtype) -> PackModel:
-    """Turns a model without memory into a frozen base for adapters, with weights in `dtype`, and returns it.
-    Raises UserError if the rank is above the smaller side of a matrix.
+def freeze(
+    shard_fn: Callable, rank: int, alpha: float, dtype: torch.dtype, model: PackModel
+) -> PackModel:
+    """Turns a model without memory into a frozen base for adapters, with weights in `dtype`. Returns
+    shard_fn(model). Raises UserError if the rank is above the smaller side of a matrix.
 
     The forward pass of a base calls its first argument with the others. So every role computes inside FSDP's
     hooks of the base (see Adapted)."""
-    model.rank = rank
-    model.linears = {}  # such as "model/layers/0/mlp/up_proj"; nn.ModuleDict accepts no "." in a name
+    # linears: such as "model/layers/0/mlp/up_proj" -> layer; nn.ModuleDict accepts no "." in a name
+    vars(model).update(rank=rank, alpha=alpha, linears={})
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
             most = min(module.weight.shape)
@@ -772,7 +774,7 @@ def freeze(model: PackModel, rank: int, alpha: float, dtype: torch.dtype) -> Pac
             module.scale = alpha / rank
             model.linears[name.replace(".", "/")] = module
     model.forward = operator.call
-    return dist.cast(model.requires_grad_(False), dtype)
+    return shard_fn(dist.cast(model.requires_grad_(False), dtype))
 
 
 class Adapted(nn.Module):
@@ -821,8 +823,8 @@ class Adapted(nn.Module):
         for name, weight in weights:
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
-                a, b = (x.to(weight.device) for x in self.adapters[key])
-                scale = self.base.linears[key].scale
+                a, b = self.adapters[key]
+                scale = self.base.alpha / self.base.rank
                 weight = weight.float().addmm(b, a, alpha=scale).to(weight.dtype)
             if name.startswith("model.") or not self.score:
                 yield name, weight

@@ -286,10 +286,10 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
             shard = partial(shard, recompute=case.recompute[who])
         if cfg.lora:
             owner = "policy" if path == cfg.model else who
-            frozen = partial(freeze, rank=cfg.lora, alpha=cfg.lora_alpha, dtype=world.dtype)
             if owner not in bases:
-                bases[owner] = load[owner](path, device, lambda m: shard(frozen(m)))  # noqa: B023
-            model = Adapted(bases[owner], cfg.seed, who == "critic").to(device)
+                frozen = partial(freeze, shard, cfg.lora, cfg.lora_alpha, world.dtype)
+                bases[owner] = load[owner](path, device, frozen)
+            model = Adapted(bases[owner], cfg.seed, who == "critic").to(world.device)
             if who == "ref" and not cfg.keeps_ref:
                 model.adapters.clear()  # they would stay 0
         else:

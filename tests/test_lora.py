@@ -1,7 +1,6 @@
-"""Tests of adapters (--lora): against PEFT, against separate models with merged weights, and in whole runs."""
+"""Tests of adapters (--lora): against PEFT, against models with merged weights, and in whole runs."""
 
 import dataclasses
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from log import Meter
 from tools import plan
 
 RANK, ALPHA = 4, 6.0
-CONFIG = {"lora": RANK, "lora_alpha": ALPHA}
 NEAR = 1e-5
 
 
@@ -41,7 +39,7 @@ def fill(module: model.Adapted, seed: int) -> model.Adapted:
 
 
 def frozen(path: str, load=model.load_policy, dtype=torch.float32) -> model.PackModel:
-    return load(path, shard_fn=partial(model.freeze, rank=RANK, alpha=ALPHA, dtype=dtype))
+    return load(path, shard_fn=partial(model.freeze, lambda base: base, RANK, ALPHA, dtype))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def test_log_probs_gradients_and_merged_weights_are_those_of_peft(name, folder_o
     path = folder_of(name)
     policy = fill(model.Adapted(frozen(path), seed=1), 2)
     out = tmp_path / "adapter"
-    ckpt.write_export(out, partial(ckpt.write_adapter, model=policy, source=path, config=CONFIG), {})
+    ckpt.write_export(out, partial(ckpt.write_adapter, model=policy, source=path), {})
     theirs = PeftModel.from_pretrained(families.original(path), out, is_trainable=True)
     samples = ranks.make_samples(6)
     p = data.pack(samples)
@@ -159,8 +157,8 @@ def merged_models(cfg, out: Path) -> dict:
 
 
 def test_one_base_has_the_gradients_of_three_separate_models(base, untied, tmp_path):
-    """The reference are three models with weights W + scale B A, trained whole on one rank. By the chain rule,
-    the gradients are scale Bᵀ dW for A, and scale dW Aᵀ for B."""
+    """The reference are three models with weights W + scale B A, trained whole on one rank. By the chain
+    rule, the gradients are scale Bᵀ dW for A, and scale dW Aᵀ for B."""
     cfg = dataclasses.replace(base, model=untied, lora=RANK, lora_alpha=ALPHA, kl_coef=0.1, critic_updates=1,
                               pack_len=72)
     (pairs,) = run_ranks(1, merged_models, cfg, tmp_path)
@@ -208,7 +206,7 @@ def bases(cfg):
 
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
-    """Returns config, folder, metrics and exported weights of a run on 2 ranks, and its base's hash before."""
+    """Returns config, folder, metrics and exported weights of a run on 2 ranks, and the base's first hash."""
     out = tmp_path_factory.mktemp("lora") / "a"
     cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20)
     before = weights_hash(cfg.model)

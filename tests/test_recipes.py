@@ -62,7 +62,7 @@ TABLE = {"orz-7b": ORZ,
     "gsm8k-qwen3.5-0.8b-1gpu": {},  # no source: our own
     # thinkingmachines.ai/blog/lora: 10 times the rate of full training, alpha 32
     "gsm8k-7b-1gpu": dict(lora=32, lora_alpha=32, policy_lr=1e-5, algo="grpo"),
-    "orz-7b-lora": ORZ | dict(lora=32, lora_alpha=32, policy_lr=1e-5, critic_lr=5e-5, engine_share=0.65),
+    "orz-7b-lora": ORZ | dict(lora=32, lora_alpha=32, policy_lr=1e-5, critic_lr=5e-5),
     # 2503.14476 section 4.1 (batch, updates, warm-up, lengths, clip, evaluation), eq. 11 and 13; verl's
     # recipe/dapo/run_dapo_qwen2.5_32b.sh (prompt length, weight decay) and fsdp_workers.py (betas)
     "dapo-7b": GRPO | dict(

@@ -61,7 +61,6 @@ PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
 START = 35.0  # seconds from the command to the first step, without loading the model
-HASH = 1e9  # bytes/s at which a base's content is hashed (--lora)
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
@@ -440,7 +439,9 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        return {name: recomputed_layers(self, name) for name in self.models}
+        # With --lora, the policy's base may be the critic's. The policy needs more memory.
+        shared = self.cfg.lora and not self.cfg.critic_model
+        return {name: recomputed_layers(self, "policy" if shared else name) for name in self.models}
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -596,10 +597,11 @@ def _update_instants(case, name, recompute):
     params = case.params[name]
     b = case.number  # bytes of a number in the compute dtype
     d = shape.hidden
+    whole = not case.cfg.lora  # all weights are trained
     # The root (all weights outside the layers) stays gathered until the end of the backward pass.
     root = params - shape.layers * shape.layer
     vocab = shape.vocab if name == "policy" else 0  # the critic makes no logits
-    head = d * max(vocab, 1)
+    head = whole * d * max(vocab, 1)
     tokens = min(case.cfg.pack_len, case.minibatch)  # of the largest pack
     per_token, again = _per_token(case, shape, recompute)
     activations = tokens * (per_token + 2 * b * d)
@@ -608,18 +610,11 @@ def _update_instants(case, name, recompute):
     width = 3 * shape.inner + 2 * d
     working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
-    gathered = b * root
-    layer = b * shape.layer
+    copied = b * (whole or case.shards > 1)  # bytes of a weight's copy for computing
+    gathered = copied * root
     if case.shards == 1:
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
-        gathered += layer * (shape.layers - recompute)
-    gradient = 4  # bytes of a weight's gradient before it is reduced
-    if case.cfg.lora:
-        gradient = 0
-        head = 0
-        if case.shards == 1:  # the base has no copies
-            gathered = 0
-            layer = 0
+        gathered += copied * shape.layer * (shape.layers - recompute)
     shard = case.shard(name)
     at_rest = _asleep(case) | {
         "weights": shard + case.base(name),
@@ -638,9 +633,9 @@ def _update_instants(case, name, recompute):
     # 2. Backward pass of layer i. In memory are the gradients of the LM head (in the compute dtype) and of
     #    layer i + 1 (in fp32).
     of_layer = {
-        "gathered weights": gathered + layer,
+        "gathered weights": gathered + copied * shape.layer,
         "activations": activations + working,
-        "whole gradients": b * head + gradient * shape.layer,
+        "whole gradients": b * head + 4 * whole * shape.layer,
     }
     # 3. AdamW's step, with temporary memory of the size of the weight shards.
     of_step = {"AdamW's step": shard}
@@ -686,12 +681,13 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     root = params - policy.layers * policy.layer
     largest = max(root, policy.layer)
     copies = 2 + 1 / case.shards if case.shards > 1 else 2
-    gathered = case.number * largest * copies
-    if case.cfg.lora:  # merging: copies in fp32 and in the compute dtype of the largest matrix
-        gathered = (case.shards > 1) * gathered + 16 * policy.hidden * policy.inner
+    if (
+        case.cfg.lora and case.shards == 1
+    ):  # for merging: copies of one matrix, some of them in fp32
+        largest = 4 * policy.hidden * policy.inner
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
-        "gathered weights": gathered,
+        "gathered weights": case.number * largest * copies,
         "engine weights": case.engine_weights,
     }
     instants = [
@@ -727,6 +723,8 @@ def _with_total(case, usage):
     if not case.offloads:
         counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
         idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
+    elif case.cfg.lora:  # only the base moves
+        idle += case.saved
     usage = usage | {"CUDA and idle state": idle}
     return {"total": sum(usage.values())} | usage
 
@@ -1009,9 +1007,8 @@ def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
     read = case.number * sum(case.params.values()) / case.shards
-    hashed = case.base("policy") * case.shards  # by rank 0
     pinned = case.state if case.offloads else 0.0
-    return {"start": START + read / LOAD + hashed / HASH, "first step, longer by": pinned / PIN}
+    return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?

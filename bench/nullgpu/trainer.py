@@ -124,10 +124,10 @@ def make_role(name: str, config, args: argparse.Namespace, cfg: configs.Config,
         with torch.device("meta"):
             base = kind(config)
         if cfg.lora:
-            model.freeze(base, cfg.lora, cfg.lora_alpha, world.dtype)
+            model.freeze(lambda base: base, cfg.lora, cfg.lora_alpha, world.dtype, base)
         base = made(base, case, name, world)
     if cfg.lora:
-        base = model.Adapted(base, critic=name == "critic").to("cpu" if case.offloads else world.device)
+        base = model.Adapted(base, critic=name == "critic").to(world.device)
     return Role(name, base, make_optimizer(base, lr, cfg))
 
 
