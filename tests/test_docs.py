@@ -56,8 +56,9 @@ CANNOT = {
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "wandb-id.txt"}  # the last needs --track
-YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
-         "mine.jsonl", "subset.jsonl"}
+YOURS = {"my_reward.py", "my.py", "calculator.py", "guess.py", "gym_rows.py",  # files that a user writes
+         "slow_engine.py", "FILE.py",
+         "mine.jsonl", "subset.jsonl", "gym.jsonl", "gym-heldout.jsonl", "table.tex"}
 
 
 def commands() -> list[str]:
@@ -97,7 +98,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
-    files = ("my_reward.py", "compare.png")
+    files = ("my_reward.py", "compare.png", "table.tex")
     return {"RUN": str(two_ranks[0]), "RUN2": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
             **{name: f"{folder}/{name}" for name in files}}
 
