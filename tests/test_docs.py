@@ -26,7 +26,7 @@ from grading.rows import problem_of
 from tools import tiny
 from tools.evaluate import EvalConfig
 from tools.plan import PlanConfig
-from tools.report import write_report
+from tools.report import report_on, write_report
 
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 DOCS = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in FILES}
@@ -56,8 +56,9 @@ CANNOT = {
 SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "time", "requeue", "open-mode",
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "wandb-id.txt"}  # the last needs --track
-YOURS = {"my_reward.py", "my.py", "calculator.py", "slow_engine.py", "FILE.py",  # files that a user writes
-         "mine.jsonl", "subset.jsonl"}
+YOURS = {"my_reward.py", "my.py", "calculator.py", "guess.py", "gym_rows.py",  # files that a user writes
+         "slow_engine.py", "FILE.py",
+         "mine.jsonl", "subset.jsonl", "gym.jsonl", "gym-heldout.jsonl", "table.tex"}
 
 
 def commands() -> list[str]:
@@ -97,7 +98,7 @@ def placeholders(two_ranks, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("docs")
     (body,) = re.findall(r"^```python\n(def score.*?)^```", README, re.M | re.S)
     (folder / "my_reward.py").write_text(body)
-    files = ("my_reward.py", "compare.png")
+    files = ("my_reward.py", "compare.png", "table.tex")
     return {"RUN": str(two_ranks[0]), "RUN2": str(two_ranks[0]), "STEP": "2", "OUT": f"{folder}/hf",
             **{name: f"{folder}/{name}" for name in files}}
 
@@ -198,8 +199,8 @@ def test_every_flag_exists():
     sources = [*SOURCES.values(), *(p.read_text(encoding="utf-8") for p in ROOT.glob("bench/*.py"))]
     scripts = {f for text in sources for f in re.findall(r'add_argument\("--([\w-]+)"', text)}
     theirs = {o.removeprefix("--") for a in get_args_parser()._actions for o in a.option_strings}
-    of_tiny = set(inspect.signature(tiny.build).parameters)
-    known = ours | switches | scripts | theirs | of_tiny | SLURM | {"logdir", "help", "ipc", "exclude"}
+    of_tools = {*inspect.signature(tiny.build).parameters, *inspect.signature(report_on).parameters}
+    known = ours | switches | scripts | theirs | of_tools | SLURM | {"logdir", "help", "ipc", "exclude"}
     named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", TEXT))
     assert len(named & ours) > 20
     assert not {f for f in named if f not in known and f.replace("-", "_") not in ours}
