@@ -237,8 +237,7 @@ def check_gold(
     require(
         cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
         found,
-        'answers that torz can read, another --reward, "reward": "exact" in such rows, or '
-        "--go",
+        'answers that torz can read, another --reward, "reward": "exact" in such rows, or --go',
     )
 
 
