@@ -31,7 +31,7 @@ from data import (
 from engine import Engine, Key, first_stop
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine
-from grading.extract import extract
+from grading.answers import extract
 from grading.worker import Grade, Grader, reason_of
 from model import load_config, ropes
 from reward import TEXT_PARTS, Term, graders_of, parse_terms

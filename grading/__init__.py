@@ -1,2 +1,1 @@
-"""Grading: rows.py reads problems and gold answers, extract.py finds answers, answers.py compares them,
-worker.py runs graders."""
+"""Grading: rows.py reads problems and gold answers, answers.py compares answers, worker.py runs graders."""

@@ -1,19 +1,21 @@
-r"""Decides whether an answer equals the gold answer.
+r"""Extracts the answer from a response, and decides whether it equals the gold answer.
 
+    extract(r"so </think> $\boxed{\frac12}$", "boxed")     # \frac12
     grade(r"\frac12", "0.5")                               # True
 
-The file reads top-down: `tokens` splits a text into tokens, `Parser` builds a tree of them, `meaning` finds
-lists, names, units and conditions in the tree, `_same` compares two trees by their kinds, and `math_equal`
-compares the values of expressions. `quick_grade` does all but the last step; it returns None if that is
-needed. grading/worker.py runs `grade` in processes that can be killed.
+`quick_grade` decides most pairs of an answer and a gold answer. `grade` gives the other pairs to the library
+math-verify, which may hang or crash. So grading/worker.py runs `grade` in processes that can be killed.
 
-To add a command of LaTeX, write it into SIGNS or FUNCTIONS. To add a unit, write it into UNITS. To add a word
-that changes a value, write it into NO_UNIT or CHANGED.
+Equality is decided in three steps:
+
+1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`.
+2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
+3. math-verify compares expressions and equations, such as `x+1`.
 
 What counts as equal:
 
 - Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation is wrong:
-  `3+4` does not equal 7. `_unfinished` has the rules.
+  `3+4` does not equal 7. The comment above OPERATIONS has the rules.
 - An answer that can't be read as a whole, such as `3@\frac{1}{2}`, is wrong. `grade` may raise ValueError for
   such a gold answer.
 - A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
@@ -23,15 +25,15 @@ What counts as equal:
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
-- If only the answer has a unit, the unit must be in UNITS or a plural noun: `28 pizzas` equals 28,
+- If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
   `28 halved` does not.
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`.
-- An inequality in one variable is a set of numbers: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
+- An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` and `m+n=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `x=5` equals `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
 - A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
@@ -42,885 +44,834 @@ What counts as equal:
 """
 
 import re
-from collections import Counter
+import unicodedata
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
-from html import unescape
-from math import comb, factorial, prod
 from typing import NamedTuple
 
-from mpmath import mp
-
 from configs import require
-from grading.extract import plain
 
 KINDS = ("math", "choice", "exact")
 
+# --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
+# in the length of the text.
 
-def _table(*rows):
-    """Returns a dict: a word of a row -> the first word of its row. Rows end with ";"."""
-    found = {}
-    for row in " ".join(rows).split(";"):
-        words = row.split()
-        found |= dict.fromkeys(words, words[0])
-    return found
-
-
-# --- words: units, and words that change a value
-
-UNITS = _table(
-    "mm millimeter millimetre; cm centimeter centimetre 厘米 см; m meter metre 米 метр;",
-    "km kilometer kilometre 千米 公里 км; in inch inche; ft foot feet; yd yard; mi mile;",
-    "mg milligram; g gram 克; kg kilogram 千克 кг; lb pound; oz ounce; ton tonne;",
-    "s sec second 秒; ms millisecond; min minute 分钟 минут; h hr hour 小时 часов;",
-    "day 天 дней; week; month; yr year 岁 年 лет; l liter litre; gal gallon;",
-    "ml milliliter millilitre; degree deg ° 度; radian rad; cent; euro; yuan 元;",
-    "dollar usd $ долларов; mph; hz hertz; degc; degf; n newton; j joule; w watt;",
-    "v volt; pa pascal; am; pm; sq square; cubic; unit; 个; 人; 种",
-)
-SCALES = dict(hundred=2, thousand=3, million=6, billion=9, trillion=12)
-# After a number, these words and PART change its value or meaning: `10 dozen` does not equal 10.
-NO_UNIT = _table(
-    "not; no; or; on; if; is; are; was; be; it; at; by; more; less; fewer; than; over;",
-    "under; above; below; about; least; most; between; times; plus; minus; half; halve;",
-    "third; quarter; from; binary; base; ten; score; gross; dozen; lakh; crore; basis;",
-    "greater; maybe; perhaps; otherwise; modulo; mod; halves; hundred; thousand",
-)
-PART = re.compile(
-    r"(?:[^o\W]n|d|i[ef]|ix|lf|igh|ur)ths?\b|(?:illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
-)
-# Only with these words, a unit of the answer alone is ignored. After a number up to 1, ONE is used.
-MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
-ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
-UNIT_SPELLINGS = [
-    (r"(?<=[a-z]{2})s\b", ""),
-    (r"\bmph\b", "mi/h"),
-    (r"\bper\b", "/"),
-    (r"(\w+) \^ - (\d)", r"/ \1 \2"),
-    (r"\bcubic (\w+)", r"\1 3"),
-    (r"\b(?:sq|square) (?:\. )?(\w+)", r"\1 2"),
-    (r"\b(?:such|of|1)\b", ""),
+# Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
+# digits.
+STYLED = [
+    ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
+    ("[₀-₉]+", r"_{\g<0>}"),
+    ("[¼½¾⅐-⅞]", r" \g<0>"),
+    ("ℝ", r"\\mathbb{R}"),
 ]
-TEXT_SPELLINGS = [
-    (r"\b(?:an?|the|there (?:is|are)) (?=[a-z]{2})", ""),
-    (r"( [a-z]{2,}[a-rt-z])s\b", r"\1"),
-]
-# A phrase with one of these words is no introduction of the answer: `its opposite is 7`.
-CHANGED = _table(
-    "not; no; never; wrong; incorrect; false; negative; minus; opposite; half; twice;",
-    "double; reciprocal; inverse; more; less; most; least; bound; excluded; neither;",
-    "nothing; but; except; divisible; exceeds; up",
+CHARACTERS = str.maketrans(
+    {
+        **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
+        **dict(
+            zip(
+                "π∞±≤≥≠∪∩∈∅θαβ",
+                re.findall(
+                    r"\S+ ",
+                    r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta ",
+                ),
+                strict=True,
+            )
+        ),
+        **dict.fromkeys(
+            '"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""
+        ),  # the last 8 are invisible
+        "°": r"^\circ ",
+        "€": r"\text{euros}",
+        "£": r"\text{pounds}",
+        "¢": r"\text{cents}",
+    }
 )
-CODES = _table(
-    "1 is are equals answer equal; 2 for where with when if; 4 only; 5 to;",
-    "3 solution solutions value values",
+# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
+# \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
+BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
+BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
+# What may stand between two boxes of one answer, such as `and` (see `_boxed`).
+# (?>…) and *+ never try a second way to match, so the time is linear.
+BETWEEN_BOXES = re.compile(
+    r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
+    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+"
 )
-CONDITION = re.compile(r"\b(?:integers?|real|constants?|natural)\b")
-BASES = "_ _ two three four five six seven eight nine ten eleven twelve".split()
-BASE = re.compile(r"\(?([0-9A-F]*\d[0-9A-F]*)\)?_(\d{1,2}|[A-Za-z]{3,6})")  # 52_9
+STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
+GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
+LAST_NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?", re.ASCII)
+CHOICE = re.compile(  # "answer is (C)", \boxed{C}, or a line that begins with (C), C. or C:
+    r"(?:\b(?i:answer|option|choice)(?:\**[ \t]+is\b)?|\\boxed\{|^)[ \t*$:]*"
+    r"(?:\\(?:boxed|text|textbf|mathrm)\{)?[(\[]?"
+    r"([A-Z])(?![\w'])(?=[)\]}.:*$]|[ \t]*$)",
+    re.MULTILINE,
+)
 
 
-def _respelled(text, spellings):
-    for pattern, new in spellings:
+def extract_answer(text: str) -> str | None:
+    r"""Returns the content of the last balanced \boxed{}, stripped. Reads only the last <answer>...</answer>
+    block that contains a box. Returns None if there is no box, or if the box is empty.
+
+    A block without its end does not count, so `text` must include the stop string `</answer>`.
+    """
+    for block in reversed(text.split("</answer>")[:-1]):
+        _, opened, inside = block.partition("<answer>")
+        if opened and (boxes := _boxes(inside)):
+            return inside[slice(*boxes[-1][1:3])].strip() or None
+    return None
+
+
+def _boxes(text):
+    r"""Returns the positions of all balanced \boxed{}, sorted: (start of the box, start of its content, end
+    of its content, end of the box)."""
+    # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
+    # belongs to no \boxed.
+    found, stack = [], []
+    for match in BRACE.finditer(text):
+        if match[1]:
+            stack.append((match.start(), match.end()))
+        elif match[2] == "{":
+            stack.append(None)
+        elif match[2] and stack and (box := stack.pop()):
+            found.append((*box, match.start(), match.end()))
+    return sorted(found)
+
+
+def _after_thought(text):
+    after = text.rpartition("</think>")[2]
+    return "" if "<think>" in after else after
+
+
+def _boxed(text):
+    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
+    are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
+    is graded as one answer, so a response can't win by offering several."""
+    text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
+    parts, start = [], None
+    for box in reversed(_boxes(text)):
+        gap = text[box[3] : start]
+        if parts and (box[3] > start or not BETWEEN_BOXES.fullmatch(gap)):
+            break
+        parts.insert(0, text[box[1] : box[2]].strip())
+        start = box[0]
+    return "; ".join(parts)
+
+
+def _stated(text):
+    r"""Returns the rest of the line after the last `answer is` or `answer:`. If the rest of the line has a
+    \boxed{}, returns only the content of the box. Returns "" if there is no such line."""
+    *before, rest = STATED.split(text)
+    line = rest.strip(" *\t").partition("\n")[0].partition("</answer>")[0] if before else ""
+    # Responses in Minerva's format end with ". I hope it is correct."
+    return _boxed(line) or line.partition(". I hope")[0].strip(" *")
+
+
+def _answer_tag(text):
+    block, closed, _ = _after_thought(text).rpartition("</answer>")
+    _, opened, inside = block.rpartition("<answer>")
+    return opened and closed and (_boxed(inside) or _stated(inside) or inside)
+
+
+def _dapo(text):
+    lines = [line for line in _after_thought(text).splitlines() if line.strip()]
+    return _stated("\n".join(lines[-2:]))
+
+
+def _plain(text):
+    """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
+    for pattern, new in STYLED:
         text = re.sub(pattern, new, text)
-    return text
+    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
 
 
-# --- tokens
+def _last(pattern):
+    return lambda text: (pattern.findall(_plain(_after_thought(text))) or [""])[-1]
 
 
-class Token(NamedTuple):
-    """kind: 9 (number), x (name), w (word), f (function), ( (group), or the sign of an operator.
-    gap: whether a space is before it. parts: the tokens inside of a group, whose text is its brackets."""
+# Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
+# orz read only the text after `</think>`.
+EXTRACTORS = {
+    "orz": extract_answer,  # the last box in the last <answer> block that has a box
+    "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
+    "answer_tag": _answer_tag,  # last <answer> block: its box, else its text after `answer is`, else all
+    "gsm8k": _last(GSM8K),  # the last `#### 42`
+    "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
+    "letter": _last(CHOICE),  # the last letter A to Z that is given as the answer (CHOICE)
+    "last_number": _last(LAST_NUMBER),
+    "whole": _after_thought,
+}
 
-    kind: str
-    text: str
-    gap: bool = False
-    parts: tuple = ()
+
+def extract(text: str, extractor: str = "orz") -> str | None:
+    """Returns the answer in the response `text`, stripped; None if the extractor finds no answer. Raises
+    UserError for an unknown extractor."""
+    require(
+        extractor in EXTRACTORS,
+        f"extractor {extractor!r} is unknown",
+        f"one of {', '.join(EXTRACTORS)}",
+    )
+    return (EXTRACTORS[extractor](text) or "").strip() or None
 
 
-SIGNS = _table(
-    ", land wedge and; | lvert rvert vert mid; < lt; > gt; : colon; / div; * times cdot ast;",
-    "% percent percents; frac dfrac tfrac cfrac; ≤ <= =< le leq leqslant; ≥ >= ge geq geqslant;",
-    "≠ != ne neq; ° circ degree; ∅ varnothing emptyset; ∖ backslash setminus; ∪ bigcup cup;",
-    "∩ bigcap cap; ∈ in; ≈ approx; ≡ equiv; ± pm; over; choose; mod pmod bmod; ^ **; sqrt;",
-    "∞ infty infinity; binom dbinom tbinom; ⌊ lfloor; ⌋ rfloor; ⌈ lceil; ⌉ rceil; boxed;",
-    "π pi; θ theta; φ phi varphi",
-)
-SIGNS |= dict.fromkeys(("lor", "vee", "or"), ";")
-SPELLED = set(
-    "or and percent percents infinity mod sqrt pi theta".split()
-)  # also without a backslash
-FUNCTIONS = _table(
-    "sin; cos; tan tg; cot ctg; sec; csc; arcsin; arccos; arctan arctg; ln; log; lg; exp;",
-    "gcd; lcm; max; min; det; lim; int; sum; prod",
-)
-OPAQUE = set("gcd lcm max min det lim int sum prod".split())
-DROPPED = set(
-    "displaystyle textstyle boldsymbol bm mathit mathbf mathsf mathcal bf it rm limits hat"
-    " vec overrightarrow checkmark large Large underline overline bar angle triangle".split()
-)
-CLEANED = [
-    (r"\\!\s*|\\(?:text)?color ?\{\w+\}|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-z])\.?", ""),
-    (r"(?<!\\)\$([^$]*)(?<!\\)\$", r" \1 "),
-    (r"(?:\\?\$|\\text\{\\\$\}) ?((?:\d|[,.](?=\d)|\\,(?=\d)|\{,\})+)", r"\1 \\text{dollars} "),
-    (r"^\\text\{(euros|pounds|cents)\} ?([\d.,]+)", r"\2 \\text{\1}"),
-    (r"\\\\\[[\d.]+ ?\w+\]", r"\\\\"),  # \\[4pt] ends a row
-    (r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-z]))", "°"),
-    (r"(?:° *|\bdegrees? )(?:\\\w+\{)? ?([CF])(?:elsius|ahrenheit)?\b\}?", r" \\text{deg\1}"),
-    (r"\b([ap])\. ?m\b\.?", r"\1m"),
-    (r"(?<=\d)(?:st|nd|rd|th)\b", ""),  # July 4th
-    (r"\{(:|,(?=\}\d{3}))\}", r"\1"),  # 7{:}45 and 1{,}234
-    (r"(?<=[\d}]) ?(?:\\text\{ ?)?to ?\}? ?(?=[\d\\])", ":"),  # 3 to 4
-    (r"\bper cent\b", "%"),
-    (r"\\mathbb ?\{? ?([A-Z]) ?\}?", r" \\set\1 "),
-    (r"\\q?quad *(?=\(|[a-z] ?\\in)", ","),
-    (r"^(.*[tux].*)\+ ?[cK]$", r"\1+C"),  # the constant of an integral
-    (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
-    (r"(hours?|minutes?|feet),? and (?=\}? ?\d)", r"\1 "),
-    (r"(\d*\.\d*)\\(?:overline|bar|dot) ?\{?(\d+)\}?", r"\1r\2"),  # 0.1\overline{6} becomes 0.1r6
-    (r"(?<=\d\.)\((\d+)\)$|(?<=\d\.\d)\((\d+)\)$", r"r\1\2"),  # 0.(3)
-    (r"(?<![\d.])(\d+) +(\d+)/(\d+)(?!\.?\d)", r"\1\\frac{\2}{\3}"),  # 4 2/3
-    (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
-    (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
-]
-# In (1,234) the comma separates two numbers. In 1,234 and in the argument {1,234}, it separates thousands.
-GROUPED = re.compile(
-    r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
-    r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])"
-    r"|(?<![\d.,])\d{1,3}(?:(?:\\[ ,;:]|[ ~])\d{3})+(?!\d)"
-)
+def readers(text: str) -> list[str]:
+    """Returns the names of the extractors that find an answer in a response."""
+    return [name for name in EXTRACTORS if extract(text, name)]
+
+
+# --- normalise: gives equal things one spelling, and puts words into quotes: 5 "meters"
+
 DELIMITED = re.compile(
-    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]|\*\*(.+)\*\*"
-    r"|`(.+)`|\\(?:boxed|fbox) ?\{(.+)\}",
+    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
+    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}",
     re.DOTALL,
 )
+
+# Pairs of entries: a word, a sign or a command, then its common spelling.
+PAIRS = r"""
+    \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
+    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
+    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge \neq \ne \bar \overline \dot
+    \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
+    \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
+    \varphi \phi \dots \ldots \cdots \ldots
+    or ; and , to "to" percent \% percents \% infinity \infty tg \tan ctg \cot arctg \arctan
+    mod \pmod
+    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
+SPELLINGS = {
+    rf"\{name}": ""
+    for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
+    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark large Large
+    underline""".split()
+}
+SPELLINGS |= {
+    name: rf"\{name} "
+    for name in ("arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())
+}
+SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
+SPELLINGS |= {
+    key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
+    for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)
+}
 TOKEN = re.compile(
-    r"""(?P<space> [\s~]+ | \\q?quad(?![a-z]) | \\[,;:\ ] | \\[()[\]])
-    | (?P<open> (?P<text> \\(?:text\w*|mbox|mathrm|operatorname\*?)\s*\{)
-        | \\begin\s*\{\w+\*?\}(?:\{[lcr|]*\})? | \\\{ | \\lbrace(?![a-z]) | \\langle(?![a-z]) | [([{])
-    | (?P<close> \\end\s*\{\w+\*?\} | \\\} | \\rbrace(?![a-z]) | \\rangle(?![a-z]) | [)\]}])
-    | (?P<number> (?:\d*\.\d+ | \d*\.(?=r\d) | \d+\.(?=/) | \d+)(?:r\d+ | [eE][+-]?\d{1,3}(?!\d))?)
-    | (?P<letters> \\?[^\W\d_]+) | (?P<sign> [<>!]= | =< | \*\* | \\. | .)""",
-    re.VERBOSE | re.DOTALL,
+    r"""
+    \\(?:begin|end)\{\w+\*?\}
+  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
+      \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
+  | \\mathbb\s*\{\w\}
+  | \\!\s*|\\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
+  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
+""",
+    re.VERBOSE,
 )
-BRACKETS = {r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": "}"}
-DEPTH = 12  # a text with more brackets inside of brackets is not read
+LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
+# (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
+# of TOKEN.
+TIDY = [
+    (re.compile(pattern), new)
+    for pattern, new in [
+        (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
+        (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
+        (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
+        (r'"per" ?"cent"|"per cent"', r"\\%"),
+        (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
+        (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
+        (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
+        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
+        (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
+        (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
+        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
+        (
+            r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"',
+            r"\1\\frac{\2\\pi}{180}",
+        ),
+        (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
+        (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
+        (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
+        (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
+        (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+        (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
+        (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
+        (
+            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
+            lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", "")),
+        ),  # a system of equations
+        (r"(\d)\{,\}(?=\d{3})", r"\1"),
+        (
+            r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
+            r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])",
+            lambda m: m[0].replace(",", ""),
+        ),
+        (r"\s+", " "),
+        (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
+        (r'" ?"', " "),
+        (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
+        (r" (?=\\)", ""),
+        (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
+        (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
+        (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
+        (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
+        (r"[,;]+([,;])", r"\1"),
+        (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
+        (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
+        (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
+        (r"(\d\.?)\\%", r"\1*10^{-2}"),
+        (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
+        (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
+        (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
+        (
+            r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))",
+            r"\1=\2,",
+        ),  # x=y=2
+        (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
+        (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
+        (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
+        (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
+        (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
+        (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
+        (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+        (
+            r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$",
+            r"\1,\2",
+        ),  # {2k | k in Z}
+        (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
+        (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
+        (
+            r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
+            r" ?[a-zC](?:,[a-z])*"
+            r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
+            r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$',
+            "",
+        ),  # a condition such as k\in\mathbb{Z}
+        # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
+        # stays, because it is a part of the answer.
+        (
+            r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
+            lambda m: (
+                m[0]
+                if re.search(
+                    rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$", m.string[: m.start()]
+                )
+                else ""
+            ),
+        ),
+        (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
+        (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
+        (
+            r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)',
+            r"\2 \1",
+        ),
+        (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
+        (r'_ ?"(\w+)"', r'_{"\1"}'),
+        (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
+        (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
+        (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
+        (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
+        (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
+        (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
+        (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
+        (
+            r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
+            r"half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|"
+            r"but|except|divisible|exceeds|up)\b)"
+            r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
+            r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)',
+            "",
+        ),
+        (r"^(?:\\approx|=|:)+ ?", ""),
+    ]
+]
 
 
-class Unread(Exception):
-    """Raised for a text that the grammar can't read as a whole, such as `3@2`."""
-
-
-def tokens(text: str) -> list[Token]:
-    """Returns the tokens of a text. Raises Unread if brackets are nested more than DEPTH times."""
+@lru_cache(4096)
+def normalise(text: str) -> str:
+    r"""Returns `text` in one common spelling of spaces, styles, fractions and symbols, with words in quotes:
+    `10~\text{ meters}.` becomes `10 "meters"`.
+    """
     text = text.strip()
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = _respelled(plain(text), CLEANED)
-    text = GROUPED.sub(lambda found: re.sub(r"\D", "", found[0]), text).rstrip(" .,;\\")
-    levels, opened, gap = [[]], [], False
-    for match in TOKEN.finditer(text):
-        if match["space"]:
-            gap = True
-            continue
-        if match["open"]:
-            opened.append(("text" if match["text"] else match[0], gap))
-            levels.append([])
-        elif match["close"] and opened:
-            _close(levels, opened, match[0])
-        else:
-            in_text = any(bracket == "text" for bracket, _ in opened)
-            levels[-1] += _token(match, in_text, gap)
-        gap = gap and bool(match["text"])
-        if len(levels) > DEPTH:
-            raise Unread
-    while opened:
-        _close(levels, opened, "")
-    return levels[0]
+    text = TOKEN.sub(_token, _plain(text)).strip()
+    for pattern, new in TIDY:
+        if pattern.search(
+            text
+        ):  # most patterns don't match, and then `search` is faster than `sub`
+            text = pattern.sub(new, text)
+    return text.rstrip(" .,;\\")
 
 
-def _close(levels, opened, end):
-    r"""Makes a group of the tokens since the last open bracket. \text{}, (cm) and (mod 7) are no groups."""
-    inside = levels.pop()
-    start, gap = opened.pop()
-    while inside and inside[-1].text == ".":
-        inside.pop()
-    unit = len(inside) == 1 and inside[0].kind == "w" and (levels[-1] or len(inside[0].text) > 1)
-    spliced = unit or levels[-1] and inside and inside[0].kind == "mod"
-    if start == "text" or spliced:
-        levels[-1] += inside
-        return
-    start = re.sub(r"\s|\{[lcr|]*\}$|\*", "", BRACKETS.get(start, start)).replace("array", "matrix")
-    levels[-1].append(Token("(", start + BRACKETS.get(end, end[-1:]), gap, tuple(inside)))
+def _token(match):
+    if match["text"] is not None:
+        single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
+        text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
+        return text if single else LETTERS.sub(_quoted, text)
+    if match["word"]:
+        return _quoted(match) if _is_word(match) else match[0]
+    return SPELLINGS.get(match[0].rstrip(), match[0])
 
 
-def _token(match, in_text, gap):
-    """Returns the tokens of one match of TOKEN."""
-    piece = match[0]
-    name = piece.lstrip("\\")
-    low = name.lower() if piece == name else name
-    if match["number"]:
-        return [Token("9", piece, gap)]
-    if name in DROPPED and piece != name:
-        return []
-    if name in FUNCTIONS and (piece != name or name not in OPAQUE and name != "sec"):
-        return [Token("f", FUNCTIONS[name], gap)]
-    if match["letters"] and piece == low and low not in SPELLED or piece == name != low:
-        return _letters(match, in_text, gap)
-    if piece == r"\Omega" or name == "$":
-        return [Token("w", {"$": "$"}.get(name, "ohms"), gap)]
-    sign = SIGNS.get(low, piece if piece in (r"\\", r"\&") else name)
-    letter = unescape(f"&{name};") if sign == name and len(name) > 1 else sign
-    if re.fullmatch("set[A-Z]", name) or len(letter) == 1 and letter.isalpha():
-        return [Token("x", name if name[:3] == "set" else letter, gap)]
-    return [Token(sign, sign, gap)]
+def _quoted(match):
+    word = match[0].replace(".", "")
+    return SPELLINGS.get(word.lower(), f'"{word}"')
 
 
-def _letters(match, in_text, gap):
-    """Decides what letters mean: a word such as `meters`, or the variables x and y of `xy`."""
-    run = match[0]
-    if in_text and run in ("e", "i", "d") or len(run) == 1 and "α" <= run <= "ω":
-        return [Token("x", run, gap)]
-    if in_text or not run.isascii() or _is_word(run, match.string, match.start(), match.end()):
-        return [Token("w", run, gap)]
-    if run.isupper():
-        return [Token("x", run, gap)]
-    return [Token("x", letter, gap and i == 0) for i, letter in enumerate(run)]
+def _is_word(match):
+    r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
+    not, each letter is a variable, as in `xy`."""
+    text, word = match.string, match[0].lower()
+    before, after = text[: match.start()], text[match.end() :][:1]
+    if PLURAL.sub("", word) in ALIASES:
+        return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
+    if word in SPELLINGS:
+        return True
+    glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
+    return not glued and (len(word) > 2 or word in NO_UNIT)
 
 
-def _is_word(run, text, start, end):
-    r"""Returns whether letters outside of \text{} are a word."""
-    before, after = text[max(start - 2, 0) : start], text[end : end + 3]
-    unit = re.sub(r"(?<=..)s$", "", run.lower()) in UNITS
-    if unit and len(run) > 1:
-        return bool(re.search(r"[\d })°]$", before))
-    if unit:  # 5 m, but not 2x m, 2 n or 2 s+t
-        far = re.search(r"[\d})] $", before) and not re.search("[A-Za-z]", text[:start])
-        return bool(far) and run not in "njvwNJVW" and not re.match(r" ?[-+(]| [a-z]\b", after)
-    if (
-        re.search("[a-z][A-Z]", run)
-        or re.search(r"[\w^})\\]$", before)
-        or re.match("[-^_+=/]", after)
-    ):
-        return False
-    return len(run) > 2 or run.lower() in NO_UNIT or run in ("an", "of", "as", "to")
-
-
-def spell(tokens: list[Token]) -> str:
-    """Returns the text of tokens without spaces and braces."""
-    found = ""
-    for token in tokens:
-        inside = spell(token.parts)
-        if token.kind == "(" and token.text != "{}":
-            inside = f"{token.text[:-1]}{inside}{token.text[-1]}"
-        found += inside or token.text.strip("{}")
-    return found
-
-
-# --- the tree
+# --- read: finds the type of a text, and splits the text into its parts
 
 
 class Number(NamedTuple):
     value: Fraction
-    places: int | None = None  # number of digits after the decimal point; None for an exact number
+    places: (
+        int | None
+    )  # number of digits after the decimal point; None for an exact number such as 5 or 1/3
 
 
-class Node(NamedTuple):
-    """A node of the tree.
+class Reading(NamedTuple):
+    r"""A normalised text, its type, and its parts.
 
-    kind        parts, and value
-    num         none; a Number
-    x           none; a variable or a constant, such as x_1, π or ∞
-    text        none; words in lower case
-    + * / ^     the operands. A difference is a sum with a "neg"
-    neg ! % °   the operand; also abs, floor, ceil, and functions such as sin
-    root binom  the operand and its degree; n and k
-    opaque      none; the text of an integral, a sum, a maximum, ...
-    ( {         the elements. The value of "(" is its brackets, "=" for x=1, y=2, the shape of a matrix,
-                or "mod 7"
-    , ; :       the elements of a list, the terms of a ratio
-    ∪ ∩ ∖       the sets
-    =           before `meaning`: the sides; the signs between them
-    <           the sides of an inequality in one variable; the signs
-    equation    the sides; the sign
-    chain       the parts of 3+4=7≈7.0; the index of the value 7
-    named       the value of x=5, and its left side if that is no system; the name
-    unit        the value of 5 cm; the words of the unit, and whether it looks like a unit
-    given       none; a condition such as k∈Z
-    unread      none; a text that the grammar can't read"""
+        kind        parts
+        number      a Number
+        quantity    (Reading of the number, words of the unit, whether one of the words looks like a unit).
+                    The word `cm` looks like a unit; the word `nearly` does not
+        list        Readings of the elements of a list or set
+        tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
+                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
+        intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
+                    number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
+        named       (name, Reading of the value): x=5 is ("x", Reading of 5)
+        chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
+                    ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
+        text        words in lower case, without articles and plural s; or letters such as C or AB; or
+                    "101 base 2" for 101_2, a number with its base
+
+    Two kinds have no parts (None): expression, and equation (also an inequality that is no interval)."""
 
     kind: str
-    parts: tuple = ()
-    value: object = None
+    text: str
+    parts: object = None
 
 
-def num(value, places: int | None = None) -> Node:
-    return Node("num", (), Number(Fraction(value), places))
-
-
-def var(name: str) -> Node:
-    return Node("x", (), name)
-
-
-# How strongly a token binds what follows to what is before. 9 is also the level of a factor: 2x.
-LEVELS = {
-    **dict.fromkeys([";", r"\\", "over", "choose"], 1),
-    **dict.fromkeys(",&", 2),
-    **dict.fromkeys("=≈≡∈<>≤≥≠", 4),
-    **dict.fromkeys(["∪", "∩", "∖", "mod"], 5),
-    **{":": 6, "w": 7, "+": 8, "-": 8, "±": 8},
-    **dict.fromkeys(["frac", "binom", "sqrt", *"*/9xf(√|⌊⌈∞"], 9),
-    **dict.fromkeys("^!%°", 10),
+UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
+    in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
+    ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
+    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; yuan; mph;
+    hz hertz; degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
+ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
+PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
+# Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
+# meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
+NO_UNIT = set(
+    """not no or on if is are was be it at by more less fewer than over under above
+    below about least most between times plus minus half halves third quarter from binary
+    base ten score gross dozen lakh crore hundred thousand basis greater maybe perhaps otherwise
+    modulo""".split()
+)
+NO_UNIT |= {f"{word}s" for word in NO_UNIT}
+PART = re.compile(  # tenths, millions, MW
+    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
+)
+# A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
+# `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
+# may be singular: `1 pizza`.
+MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
+ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
+UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
+DECIMAL = re.compile(
+    r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
+    r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
+    r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?",
+    re.ASCII,
+)
+FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
+FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
+BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
+# The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
+VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
+BASES = {
+    word: str(i)
+    for i, word in enumerate(
+        "two three four five six seven eight nine ten eleven twelve".split(), 2
+    )
 }
-EXPRESSIONS = {
-    *"+*/^!%°±",
-    *"num x neg abs floor ceil root binom opaque".split(),
-    *FUNCTIONS.values(),
+# What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
+ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
+    |(?!not)[A-Za-z]{1,4}
+    |"(?!half|twice|not)[^"]*")
+    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
+    (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
+  | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
+NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
+NAME_FRACTION = re.compile(
+    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE
+)
+ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
+INDEX = re.compile(
+    r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
+)  # the _{1} of a_{1}, the (A) of P(A)
+TOTAL = re.compile(
+    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}"
+)  # the m+n of m+n=5
+LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
+MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
+ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
+BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
+SEPARATORS = {
+    name: re.compile(f"(?P<separator>{pattern})|{BRACKET}")
+    for name, pattern in {
+        "list": "[,;]",
+        "group": ";",
+        "union": r"\\cup ?",
+        "minus": r"\\setminus ?",
+        "ratio": ":",
+        "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])",
+        "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
+        "row": r"\\\\",
+        "cell": "&",
+        "closed": r"(?<=[)\]}])(?!$)",
+    }.items()
 }
-EXPRESSIONS |= {"arcsin", "arccos", "arctan"}
-ZERO, TWO, TEN = num(0), num(2), num(10)
-END = Token("end", "")
+ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
+NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
+PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
+RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
-class Parser:
-    """Reads tokens by the precedence of their operators (Pratt's method)."""
-
-    def __init__(self, tokens):
-        self.all = [*tokens, END]
-        self.at = 0
-        self.bars = False
-
-    @property
-    def next(self):
-        return self.all[self.at]
-
-    def take(self, *kinds):
-        """Returns the next token and goes on; None if it has none of these kinds."""
-        if kinds and self.next.kind not in kinds or self.next is END:
-            return None
-        self.at += 1
-        return self.all[self.at - 1]
-
-    def until(self, level):
-        """Returns the tokens before the next operator that binds no stronger than `level`."""
-        start = self.at
-        while self.next is not END and not 0 < LEVELS.get(self.next.kind, 9) <= level:
-            self.at += 1
-        return self.all[start : self.at]
-
-    def whole(self):
-        node = self.parse()
-        if self.next is not END:
-            raise Unread
-        return node
-
-    def parse(self, power=0):
-        """Reads the operators that bind stronger than `power`."""
-        start = self.at
-        left = self.first()
-        while LEVELS.get(self.next.kind, 0) > power and not (self.bars and self.next.kind == "|"):
-            if self.next.kind == "w":
-                left = self.words(left, start)
-            elif LEVELS[self.next.kind] == 9 and self.next.kind not in "*/":
-                left = self.factor(left)
-            else:
-                left = self.operator(left)
-        return left
-
-    def operator(self, left):
-        kind = self.take().kind
-        level = LEVELS[kind]
-        if kind == "^":
-            return Node("^", (left, self.argument(whole=True)))
-        if level == 10:
-            return Node(kind, (left,))
-        if level <= 2 and self.next.kind in ("end", ",", ";", r"\\"):
-            return left  # a separator at the end, or before another one
-        if kind == "mod":
-            return Node("(", (left,), f"mod {spell(self.until(0))}")
-        right = self.parse(level)
-        if kind == "-" and left.value == "setR":
-            kind = "∖"
-        elif kind == "-":
-            kind, right = "+", Node("neg", (right,))
-        if level == 4:
-            return merged("=", left, right, kind)
-        if kind in ("/", "±", "∖", "over", "choose"):
-            return Node({"over": "/", "choose": "binom"}.get(kind, kind), (left, right))
-        return merged(kind, left, right)
-
-    def factor(self, left):
-        token = self.next
-        right = self.parse(9)
-        if right.kind == "given":
-            return left
-        if right.kind == "(" and "matrix" in right.value:
-            return scaled(left, right)
-        if right.kind == "(" and left.kind == "x" and left.value.isupper():  # the point A(1,2)
-            return Node("=", (left, right), "=")
-        digits = token.kind == "9" or token.text == "{}" and token.parts[0].kind == "9"
-        last = left.parts[-1] if left.kind == "*" else left
-        if digits and last.kind == "num" or not {left.kind, right.kind} <= EXPRESSIONS:
-            raise Unread  # 7 5 and 7{5}
-        return merged("*", left, right)
-
-    def first(self):
-        """Reads an operand."""
-        token = self.take()
-        kind = token.kind if token else "end"
-        if kind in ("+", "-", "±"):
-            inside = self.parse(8)
-            if kind == "-" and inside.kind == "(":
-                return scaled(num(-1), inside)
-            return {"+": inside, "-": Node("neg", (inside,)), "±": Node("±", (ZERO, inside))}[kind]
-        if kind == "9":
-            return self.number(token.text)
-        if kind == "x":
-            return self.name(token.text)
-        if kind == "(":
-            return bracket(token)
-        if kind == "f":
-            return self.function(token.text)
-        if kind == "w":
-            self.at -= 1
-            return text_node(self.until(4))
-        if kind in ("frac", "binom"):
-            return Node("/" if kind == "frac" else kind, (self.argument(), self.argument()))
-        if kind in ("sqrt", "√"):
-            index = bracket(self.take()).parts[0] if self.next.text == "[]" else TWO
-            return Node("root", (self.argument(whole=kind == "√"), index))
-        if kind in ("∞", "∅"):
-            return INFINITY if kind == "∞" else Node("{")
-        if kind not in CLOSED:
-            raise Unread
-        self.bars = kind == "|"
-        inside = self.parse(7)
-        self.bars = False
-        if not self.take(CLOSED[kind][0]):
-            raise Unread
-        return Node(CLOSED[kind][1], (inside,))
-
-    def argument(self, whole=False):
-        r"""Reads the argument of a command: a group, or one character such as the 1 of \frac12. whole: the
-        argument may be a number of several digits."""
-        token = self.next
-        if token.kind == "9" and not whole and len(token.text) > 1:
-            self.all[self.at] = Token("9", token.text[1:])
-            return decimal(token.text[0])
-        sign = self.take("-", "+") if whole else None
-        inside = self.first()
-        return Node("neg", (inside,)) if sign and sign.kind == "-" else inside
-
-    def number(self, text):
-        start = self.at
-        if text.isdecimal() and self.take("frac"):
-            self.at = start
-            part = number(self.first())
-            if part and 0 < part.value < 1:  # 4\frac23
-                return num(int(text) + part.value)
-            self.at = start
-        return decimal(text)
-
-    def name(self, text):
-        if self.take("_"):
-            index = [self.take() or END]
-            if text == "C" and self.take("^"):  # C_5^2
-                return Node("binom", (Parser(index).whole(), self.argument(whole=True)))
-            text += "_" + spell(index)
-        while self.take("'"):
-            text += "'"
-        group = self.next.kind == "(" and self.next.text != "{}" and not self.next.gap
-        point = text.isupper() and any(t.kind == "," for t in self.next.parts)
-        if group and text[0] in "fgFGPEQ" and not point:
-            text += spell([self.take()])  # f(x)
-        return var(text)
-
-    def function(self, fn):
-        if fn in OPAQUE:
-            return Node("opaque", (), fn + spell(self.until(4)))
-        scripts = {}
-        while sign := self.take("^", "_"):
-            scripts[sign.kind] = self.argument(whole=sign.kind == "^")
-        if self.next.kind == "(" and self.next.text[0] in "({":
-            node = self.first()
+def _split(text, name):
+    """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns the parts and
+    the separators: `1,(2,3)` gives ["1", "(2,3)"] and [","]."""
+    parts, found, depth, start = [], [], 0, 0
+    for match in SEPARATORS[name].finditer(text):
+        if match["separator"] is not None:
+            if depth == 0:
+                parts.append(text[start : match.start()].strip())
+                found.append(match[0].strip())
+                start = match.end()
         else:
-            node = self.parse(9)
-            while LEVELS.get(self.next.kind) == 9 and self.next.kind not in "f*/|":
-                node = merged("*", node, self.parse(9))
-        power, index = scripts.get("^"), TEN if fn == "lg" else scripts.get("_")
-        if power == Node("neg", (num(1),)):
-            return Node("arc" + fn, (node,))
-        call = Node("log" if fn == "lg" else fn, (node, index) if index else (node,))
-        return Node("^", (call, power)) if power else call
-
-    def words(self, left, start):
-        """Reads the words after a value: its unit, or a condition such as `for x>0`."""
-        low = self.next.text.lower()
-        if CODES.get(low) == "2":
-            self.until(2)
-            return left
-        words = self.until(4)
-        if low in SCALES:
-            left = merged("*", left, Node("^", (TEN, num(SCALES[low]))))
-            words = words[1:]
-        if left.kind == "x" and CONDITION.search(" ".join(t.text for t in words)):
-            return Node("given")
-        found = quantity(left, words) if words else left
-        return found or text_node(self.all[start : self.at])
-
-
-CLOSED = {"|": ("|", "abs"), "⌊": ("⌋", "floor"), "⌈": ("⌉", "ceil")}
-INFINITY = var("∞")
-
-
-def merged(kind: str, left: Node, right: Node, sign: str = "") -> Node:
-    """Returns a node of `kind`. If `left` is one, `right` becomes its last part."""
-    if left.kind == kind:
-        return Node(kind, (*left.parts, right), (left.value or "") + sign or None)
-    return Node(kind, (left, right), sign or None)
-
-
-def scaled(factor: Node, matrix: Node) -> Node:
-    """Returns a number times a matrix."""
-    found = []
-    for part in matrix.parts:
-        a, b = number(factor), number(part)
-        found.append(num(a.value * b.value) if a and b else merged("*", factor, part))
-    return matrix._replace(parts=tuple(found))
-
-
-def decimal(text: str) -> Node:
-    """Returns the node of a decimal number: 1.5, 3e4, or 0.1r6 for 0.1666..."""
-    if not text.isascii() or len(text) > 300:
-        raise Unread
-    digits, _, repeated = text.partition("r")
-    digits, _, power = digits.lower().partition("e")
-    places = len(digits.partition(".")[2])
-    value = Fraction(f"0{digits}0e{power or 0}" if "." in digits else f"{digits}e{power or 0}")
-    if repeated:
-        return num(value + Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**places))
-    return num(value, max(places - int(power or 0), 0) if places else None)
-
-
-def text_node(tokens: list[Token]) -> Node:
-    """Returns the node of a text: its words in lower case, without articles and plural s."""
-    found, word = "", True
-    for token in tokens:
-        found += " " * (token.gap or word or token.kind == "w") + spell([token])
-        word = token.kind == "w"
-    found = found.strip()
-    if len(tokens) == 1 and (len(found) == 1 or found.isupper()):
-        return var(found)
-    found = _respelled(found.casefold(), TEXT_SPELLINGS)
-    if re.fullmatch("all real(?: number)?s?", found):
-        return var("setR")
-    return Node("{") if found == "empty set" else Node("text", (), found)
-
-
-def quantity(value: Node, words: list[Token]) -> Node | None:
-    """Returns a value with its unit; None if one of the words is no part of a unit. The node's value is the
-    unit, and whether it looks like one."""
-    flat = [t for token in words for t in token.parts or [token]]
-    text = " ".join(t.text for t in flat)
-    names = re.findall(r"[^\W\d_]+|[$°]", text)
-    lower = [name.lower() for name in names]
-    bad = {n.removesuffix(s) for n in lower for s in ("", "s")} & NO_UNIT.keys() or PART.search(
-        text
-    )
-    strange = any(t.kind not in "w9/*^-." and t.text not in UNITS for t in flat)
-    if bad or strange or not 0 < len(names) < 5 or value.kind not in EXPRESSIONS | {":"}:
-        return None
-    noun = ONE if (n := number(value)) and abs(n.value) <= 1 else MANY
-    free = text[:6] == "choice" or any(
-        noun.fullmatch(n) or n.removesuffix("s") in UNITS for n in lower
-    )
-    spelled = re.findall(r"\w+|[/$°]", _respelled(text.lower(), UNIT_SPELLINGS))
-    return Node("unit", (value,), (tuple(UNITS.get(word, word) for word in spelled), free))
-
-
-def bracket(token: Token) -> Node:
-    """Reads a group."""
-    text, inside = token.text, token.parts
-    if text[:2] == r"\b":
-        return _environment(text, inside)
-    if text[0] == "\\":
-        return _set(inside)
-    node = Parser(inside).whole()
-    if text[0] == "{" or node.kind == "(" and node.value[:3] != "mod":
-        return node
-    if node.kind in (",", ";"):
-        return Node("(", node.parts, text)
-    if text[0] == "[":
-        return Node("floor", (node,))
-    return Node("given") if node.kind in ("given", "text", "=") else node
-
-
-def _environment(text, inside):
-    """Reads a matrix as its cells, with its shape, and a system of equations as a list."""
-    if "matrix" not in text or any(t.kind == "=" for t in inside):
-        rows = [Token(",", ",") if t.kind == r"\\" else t for t in inside if t.kind != "&"]
-        return Parser(rows).whole()
-    node = Parser(inside).whole()
-    rows = [
-        row.parts if row.kind == "&" else (row,)
-        for row in (node.parts if node.kind == r"\\" else (node,))
-    ]
-    shape = re.sub(r"\W|begin|[pbB](?=m)", "", text)
-    return Node("(", sum(rows, ()), f"{shape} {[len(row) for row in rows]}")
-
-
-def _set(inside):
-    r"""Reads \{1,2\}, \{x \mid x>2\} and \{2k \mid k\in\mathbb{Z}\}."""
-    for i, token in enumerate(inside[1:-1], 1):
-        if token.kind in ("|", ":") and inside[0].kind != "|":
-            head, rest = (Parser(part).whole() for part in (inside[:i], inside[i + 1 :]))
-            if head.kind == "=" and head.parts[1] != var("setR"):
-                raise Unread
-            return rest if head.kind in ("x", "=", "(") else head
-    if not inside:
-        return Node("{")
-    node = Parser(inside).whole()
-    if node.kind == "=":
-        raise Unread
-    return Node("{", node.parts if node.kind in (",", ";") else (node,))
-
-
-# --- meaning
-
-REALS = Node("(", (Node("neg", (INFINITY,)), INFINITY), "()")
-DOMAIN = re.compile(r"(?:set)?[ZNQR](?:[_^].*)?")
-INTRODUCTION = re.compile(r"[=≈:]+|[wx3]{0,12}15?[:=]*(?=[^=])|w[wx]{0,9}:(?=.)")
+            depth += 1 if match["open"] else -1
+    return [*parts, text[start:].strip()], found
 
 
 @lru_cache(4096)
-def read(text: str) -> Node:
-    """Returns the tree of an answer. Its kind is "unread" if the grammar can't read the whole text."""
-    try:
-        return meaning(Parser(introduced(tokens(text))).whole())
-    except (Unread, RecursionError, ValueError, IndexError, ZeroDivisionError):
-        return Node("unread", (), "".join(text.split()))
+def read(text: str, depth: int = 0) -> Reading:
+    """Returns the Reading (type and parts) of a normalised text. depth: how deep the text is nested in the
+    answer; 0 for the whole answer."""
+    if depth <= 8 and text:  # a text that is nested deeper is one expression
+        for reader in (
+            _read_list,
+            _read_named,
+            _read_union,
+            _read_inequality,
+            _read_matrix,
+            _read_brackets,
+            _read_scalar,
+            _read_text,
+        ):
+            if reading := reader(text, depth + 1):
+                return reading
+    return Reading("expression", text)
 
 
-def introduced(found: list[Token]) -> list[Token]:
-    """Drops the introduction `The value of x is`. Turns `hours: 3` into `3 hours`, and `(B) 15` into 15 with
-    the unit `choiceB`."""
-    if match := BASE.fullmatch(spell(found)):
-        base = BASES.index(match[2].lower()) if match[2].lower() in BASES else match[2]
-        return [Token("w", f"{match[1].lstrip('0')}base{base}")]
-    code = ""
-    for t in found:
-        word = CODES.get(t.text.lower(), "n" if t.text.lower() in CHANGED else "w")
-        code += word if t.kind == "w" else t.kind[0]
-    if match := INTRODUCTION.match(code):
-        rest = found[match.end() :]
-        if match.end() == 2 and found[0].text.lower().endswith("s"):
-            return [*rest, found[0]]
-        return introduced(rest) if rest else found
-    if match := re.search(r"(?<=.)(?:1[w4]*3|4)$", code):
-        return found[: match.start()]
-    if re.fullmatch(r"w+\(|b\(", code) and (
-        code[0] == "b" or any(t.kind == "," for t in found[-1].parts)
-    ):
-        return list(found[-1].parts) if code[0] == "b" else found[-1:]  # center (5,-3); \boxed{5
-    letter = spell(found[:1]).strip("()")
-    rest = found[1:] if found[0].text == "()" else found[2:] if re.match(r"[xw][.)].", code) else []
-    if rest and len(letter) == 1 and letter.isupper() and rest[0].kind not in ",;+":
-        if rest[0].gap or rest[0].kind == "9":
-            return [*rest, Token("w", f"choice{letter}")]
-    return found
-
-
-def meaning(node: Node) -> Node:
-    """Returns a tree with the meaning of lists and relations: without conditions, with the elements of 1±2,
-    and with names."""
-    kind, parts, value = node
-    if value == "setR":
-        return REALS
-    inner = parts[0] if kind == "neg" else node
-    if inner.kind == "°":
-        value = Node("neg", inner.parts) if kind == "neg" else inner.parts[0]
-        return Node("unit", (value,), (("degree",), True))
-    if kind in EXPRESSIONS:
-        signs = sum(n.kind == "±" for n in walk(node))
-        if signs > 1:
-            raise Unread
-        return Node(",", tuple(_with_sign(node, sign) for sign in "+-")) if signs else node
-    parts = tuple(meaning(part) for part in parts)
-    if kind == "=":
-        return _relation(parts, value)
-    if kind not in (",", ";", "{"):
-        return node._replace(parts=parts)
-    found = []
-    for part in parts:
-        found += part.parts if part.kind == "," else [part]
-    letters = set()
-    for part in found:
-        letters |= variables(part) if part.kind in EXPRESSIONS or part.kind == "equation" else set()
-    found = [part for part in found if not _is_condition(part, letters, len(found))]
-    if kind == "{":
-        return Node("{", tuple(dict.fromkeys(found)))
-    return _system(found) if len(found) > 1 else found[0]
-
-
-def _is_condition(node, letters, count):
-    """Returns whether an element of a list is a condition, such as k∈Z, or x≠1 beside an expression in x."""
-    if node.kind == "named" and node.parts[0] == REALS:
-        return count > 1
-    if node.kind == "text":
-        return node.value[1:2] == " " and CONDITION.search(node.value) is not None
-    return node.kind == "given" or node.kind == "<" and bool(variables(node) & letters)
-
-
-def _with_sign(node, sign):
-    parts = tuple(_with_sign(part, sign) for part in node.parts)
-    if node.kind != "±":
-        return node._replace(parts=parts)
-    right = parts[1] if sign == "+" else Node("neg", parts[1:])
-    return right if parts[0] == ZERO else Node("+", (parts[0], right))
-
-
-def _system(found):
-    """Returns a list as one node. x=1, x=2 becomes x with the list 1, 2. x=1, y=2 becomes (x,y)=(1,2)."""
-    names = sorted(
-        {part.value for part in found if part.kind == "named"}, key=lambda n: (not n.isascii(), n)
-    )
-    if not names or any(part.kind != "named" for part in found):
-        return Node(",", tuple(found))
-    found = sorted(found, key=lambda part: names.index(part.value))
-    bare = {re.sub(r"(?<=[kmtxyz])_[\d,]+$", "", name) for name in names}
-    values = tuple(part.parts[0] for part in found)
-    if len(bare) == 1:
-        values = sum((v.parts if v.kind == "," else (v,) for v in values), ())
-        return Node("named", (Node(",", values, "=" if len(names) > 1 else None),), bare.pop())
-    if len(names) == len(found):
-        return Node("named", (Node("(", values, "="),), f"({','.join(names)})")
-    return Node(",", tuple(found))
-
-
-def _relation(parts, signs):
-    """Returns x=5 as 5 with the name x; 3+4=7 as a chain; x<5 as a set; other relations as equations."""
-    first, last = parts[0], parts[-1]
-    if set(signs) & set("<>≤≥≠"):
-        free = [part for part in parts if variables(part)]
-        inside = (
-            free[0].parts[0] if free and free[0].kind in ("abs", "neg") else (free or [ZERO])[0]
-        )
-        return Node("<" if len(free) == 1 and inside.kind == "x" else "equation", parts, signs)
-    if signs == "∈" and last.kind == "x" and last.value != "setR" and DOMAIN.fullmatch(last.value):
-        return Node("given")
-    name = _name(first)
-    if (
-        name
-        and len(parts) > 2
-        and "≈" not in signs
-        and all(part.kind == "x" for part in parts[:-1])
-    ):
-        return _system([Node("named", (last,), part.value) for part in parts[:-1]])  # x=y=2
-    if name:
-        rest = last if len(parts) == 2 else _relation(parts[1:], signs[1:])
-        return Node("named", (rest, first), name)
-    if not any(map(variables, parts)):
-        return Node("chain", parts, [*signs, "≈"].index("≈"))
-    if len(parts) > 2:
-        raise Unread
-    return Node("equation", parts, signs)
-
-
-def _name(node):
-    """Returns the name that a left side is, such as x, f(x), |AB|, AB:CD, (x,y) or m+n; None for the left
-    side of an equation to solve, such as 2x or x^2."""
-    kind, parts, value = node
-    if kind in ("x", "text"):
-        return None if {*value.casefold().split()} & (CHANGED.keys() | {"π", "∞"}) else value
-    if kind in (":", "/", "("):
-        names = [_name(part) for part in parts]
-        text = None if None in names else ":".join(names)
-        return f"({text.replace(':', ',')})" if text and kind == "(" else text
-    letters = variables(node)
-    if "".join(sorted(letters)) == "not" or not letters:
+def _read_list(text, depth):
+    r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
+    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2", and
+    "intervals" for "x<1; x>2"."""
+    parts, found = _split(text, "group")
+    if not found:
+        parts, found = _split(text, "list")
+    if not found:
+        if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
+            return None
+        parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
+    elif not all(parts):
         return None
-    total = kind in ("+", "*") and len(letters) > 1
-    shape = kind == "floor" and len(min(letters)) > 1 or kind in ("sin", "cos", "tan", "cot", "abs")
+    # A part such as 1\pm2 gives two elements. A part that is a set is one element.
+    elements = [e for part in parts for e in _several(read(part, depth))]
+    kinds = {e.kind for e in elements}
+    if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
+        return _read_bounds(text, elements)
+    if kinds == {"named"}:
+        # Sort by name. Greek names, such as \theta, come last.
+        named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
+        names, values = zip(*named, strict=True)
+        # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
+        if len(bare := {ROOT.sub("", name) for name in names}) == 1:
+            elements = [e for value in values for e in _several(value)]
+            return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
+        if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
+            return Reading(
+                "named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
+            )
+    return Reading("list", text, elements)
+
+
+def _several(reading):
+    """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
+    one element."""
     return (
-        key(node)
-        if total or shape or key(node) in ("^None(σ 2)", "^None(A -1)", "^None(f -1)")
-        else None
+        reading.parts
+        if reading.kind == "list" and not reading.text.startswith(r"\{")
+        else [reading]
     )
 
 
-# --- numbers
-
-
-@lru_cache(4096)
-def number(node: Node) -> Number | None:
-    """Returns the Number of a decimal, fraction, mixed number or percent; None for any other node, also for a
-    fraction whose value is an integer, such as 84/2."""
-    kind, parts, value = node
-    if kind == "num":
-        return value
-    inside = [number(part) for part in parts]
-    if kind == "+" and len(parts) == 2 and key(parts[1]) in ("*(0 i)", "neg(*(0 i))"):  # 5+0i
-        return inside[0]
-    if not parts or not all(inside):
+def _read_bounds(text, elements):
+    r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
+    variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
+    interval at 3 and begins another."""
+    cut = [r"\ne" in e.text for e in elements]
+    edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
+    names = {e.parts[0] for e in elements}
+    if len(names) > 1 or not all(edges):
         return None
-    (first, places), last = inside[0], inside[-1]
-    if kind == "neg" and parts[0].kind != "neg":
-        return Number(-first, places)
-    if kind == "%":
-        return Number(
-            first / 100, places + 2 if places is not None else 2 if parts[0].kind == "num" else None
-        )
-    if kind == "^" and parts[0] == TEN and is_integer(last) and abs(last.value) < 400:
-        return Number(Fraction(10) ** int(last.value))
-    if kind == "*" and len(parts) == 2 and parts[1].kind == "^" and parts[0].kind == "num":
-        return Number(first * last.value, None if places is None else 0)
-    if kind in ("/", ":") and len(parts) == 2 and all(map(is_integer, inside)) and last.value:
-        found = first / last.value
-        if found.denominator > 1 and (kind == "/" or found.denominator == last.value):
-            return Number(found)
-    return None
+    return Reading("intervals", text, (names.pop(), sum(edges, REALS if all(cut) else [])))
 
 
-def is_integer(found: Number | None) -> bool:
-    return bool(found) and found.places is None and found.value.denominator == 1
+def _read_named(text, depth):
+    parts, found = _split(text, "equal")
+    if not found:
+        return None
+    *names, value = parts
+    name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
+    if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
+        return Reading("named", text, (name, read(text[len(parts[0] + found[0]) :].strip(), depth)))
+    # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
+    exact = [*found, r"\approx"].index(r"\approx")
+    bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
+    if set(SYMBOL.findall(bare)) <= VALUES:
+        value = read(parts[exact], depth)
+        steps = _split(bare, "equal")[0]
+        return Reading("chain", text, (value, steps[:exact], steps[exact + 1 :]))
+    return Reading("equation", text)
 
 
-def walk(node: Node):
-    """Yields a node and all nodes below it."""
-    yield node
-    for part in node.parts:
-        yield from walk(part)
+def _read_union(text, depth):
+    r"""Returns the Reading of a union (\cup) or a difference (\setminus) of intervals; None for any other
+    text."""
+    parts, minus = _split(text, "minus")
+    if not minus:
+        parts, _ = _split(text, "union")
+    edges = [_edges(read(part, depth)) for part in parts] if len(parts) > 1 else []
+    if minus:
+        edges[1:] = [
+            [(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]
+        ]
+    return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
 
 
-def variables(node: Node) -> set[str]:
-    found = {n.value for n in walk(node) if n.kind == "x"}
-    return found - ({"e", "π", "∞"} if "j" in found else {"e", "i", "π", "∞"})
+OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
+SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # the interval of x<2 has the upper edge 2)
 
 
-def has_decimal(node: Node) -> bool:
-    return any(n.kind == "num" and n.value.places is not None for n in walk(node))
+def _read_inequality(text, depth):
+    r"""Returns a Reading of the kind "intervals" for x<2, 2>x, 1<x\le 2 and x\ne 1; of the
+    kind "equation" for other inequalities, such as x+y<2; None for a text without <, >, \le, \ge, \ne."""
+    parts, signs = _split(text, "relation")
+    if not signs:
+        return None
+    first = len(parts) != 3 and NAME.fullmatch(parts[0])
+    if not first and (
+        len(parts) == 2 or signs[0] in (">", r"\ge")
+    ):  # 3>x is x<3, and 3>x>2 is 2<x<3
+        parts, signs = parts[::-1], [FLIPPED.get(sign, sign) for sign in signs[::-1]]
+    *low, name, high = parts
+    value = [read(high, depth)]
+    if len(low) > 1 or not NAME.fullmatch(name) or not all(parts):
+        edges = []
+    elif signs == [r"\ne"]:
+        edges = [*REALS, (")", value), ("(", value)]
+    elif low:
+        sides = SIDES.get(FLIPPED.get(signs[0]), "") + SIDES.get(signs[1], "")
+        edges = _edges(Reading("tuple", text, (sides, [read(low[0], depth), *value])))
+    else:
+        edges = [(SIDES[signs[0]], value), *(REALS[1:] if signs[0] in (">", r"\ge") else REALS[:1])]
+    return Reading("intervals", text, (name, edges)) if edges else Reading("equation", text)
 
 
-def key(node: Node) -> str:
-    """Returns a text that is the same for x^2-9 and -9+x^2."""
-    kind, parts, value = node
-    if kind in ("num", "neg") and (found := number(node)):
-        return str(found.value)
-    if kind == "x":
-        return value
-    if kind == "named" and len(parts) > 1:
-        kind, value = "equation", "="
-    keys = [key(part) for part in parts]
-    if kind in ("+", "*", "equation"):
-        keys = sorted(k for k in keys if kind != "*" or k != "1")
-    if len(keys) == 1 and kind in "+*" or kind == "^" and keys[1] == "1":
-        return keys[0]
-    return f"{kind}{'' if kind in ('*', 'neg') else value}({' '.join(keys)})"
+def _edges(reading):
+    """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
+    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
+    kind, _, parts = reading
+    if kind == "intervals":
+        return parts[1]
+    if kind == "named":
+        return _edges(parts[1])
+    if kind == "list":
+        edges = [_edges(element) for element in parts]
+        return sum(edges, []) if all(edges) else []
+    if kind in ("number", "expression"):
+        return [("[", [reading]), ("]", [reading])]
+    if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
+        return []
+    ends = [value.parts.value for value in parts[1] if value.kind == "number"]
+    return (
+        []
+        if ends != sorted({*ends})
+        else [(side, [value]) for side, value in zip(*parts, strict=True)]
+    )
+
+
+def _read_brackets(text, depth):
+    match = ENCLOSED.fullmatch(text)
+    if not match or _split(text, "closed")[1]:  # (1)+(2) is not in brackets
+        return None
+    left, inside, right = match.groups()
+    parts, _ = _split(inside, "list")
+    if left == r"\{":
+        different = dict.fromkeys(parts)  # a set: {2,2} is {2}
+        return Reading("list", text, [e for part in different for e in _several(read(part, depth))])
+    if left == "{" or len(parts) == 1 and left + right == "()":
+        return read(inside.rstrip(" .,"), depth)
+    elements = [read(part, depth) for part in parts]
+    return Reading("tuple", text, (left + right, elements)) if all(parts) else None
+
+
+def _read_matrix(text, depth):
+    if not (match := MATRIX.fullmatch(text)):
+        return None
+    kind, inside = match.groups()
+    rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
+    shape = f"{kind.strip('pbB')}matrix {[*map(len, rows)]}"
+    cells = [read(cell, depth) for row in rows for cell in row]
+    return Reading("tuple", text, (shape, cells))
+
+
+def _read_text(text, depth):
+    """Returns the Reading of one letter (not e or i), of capitals (AB), or of a text with words in quotes
+    (5 "m"; `normalise` adds the quotes). None for any other text."""
+    if LETTER_RUN.fullmatch(text):
+        return Reading("text", text, text.strip('"'))
+    if '"' not in text:
+        return None
+    number, _, unit = text.partition('"')
+    unit, number = '"' + unit, number.strip()
+    alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
+    names = set(re.findall("[a-z]+", unit.lower()))
+    other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
+    if alone or other or unit.count(" ") > 3:
+        words = re.sub(r'[\s"]+', " ", text).strip().casefold()
+        return Reading("text", text, NOUNS.sub(r"\1", ARTICLE.sub("", words)))
+    inside = read(number, depth)
+    noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
+    free = any(noun.fullmatch(name) or name in ALIASES for name in names)
+    return Reading("quantity", text, (inside, _unit(unit), free)) if names else inside
+
+
+def _unit(text):
+    """Returns the words of a unit in a common spelling. `text` has quotes around words: `"square meters"`
+    and `"m"^{2}` both give ("m", "2")."""
+    text = text.lower().replace("per ", "/").replace("mph", "mi/h")
+    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
+    text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
+    words = re.findall(r"[a-z']+|[2-9]|/", PLURAL.sub("", text))
+    return tuple(ALIASES.get(word, word) for word in words)
+
+
+def _read_scalar(text, depth):
+    if number := _number(text):
+        return Reading("number", text, number)
+    if match := BASE.fullmatch(text):
+        return Reading("text", text, f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}")
+    if match := RESIDUE.fullmatch(text):
+        return Reading("tuple", text, (f"mod {match[2]}", [read(match[1], depth)]))
+    parts, found = _split(text, "ratio")
+    if not found or '"' in text:
+        return None
+    return Reading("tuple", text, (":", [read(part, depth) for part in parts]))
+
+
+def _number(text):
+    """Returns the Number of a normalised decimal, repeating decimal, fraction or mixed number. None for any
+    other text, also for a fraction whose value is an integer, such as 84/2.
+
+    A fraction may end with a percent sign. In decimals, `normalise` has replaced the sign by *10^{-2}."""
+    if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
+        sign, whole, places, repeated, power = match.groups("")
+        value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")
+        if repeated:
+            end = Fraction(f"{sign}{repeated}e{int(power or 0) - len(places)}")
+            return Number(value + end / (10 ** len(repeated) - 1), None)
+        return Number(value, max(len(places) - int(power or 0), 0) if places else None)
+    hundred = 100 if text.endswith(r"\%") else 1
+    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text.removesuffix(r"\%")))):
+        return None
+    sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
+    if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
+        return None
+    if (
+        ":" in text and Fraction(top, bottom).denominator < bottom
+    ):  # may be a time: 2:30 is not 1:15
+        return None
+    return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
 
 
 # --- equality
+
+# An answer must be worked out as far as the gold answer. Otherwise a policy could earn the reward by
+# repeating the problem. If the gold answer is 7, the answer 3+4 is wrong. The table tells what an answer may
+# contain, and when. In "A equals B" and "A does not equal B", A is the answer and B the gold answer.
+#
+#     fraction of integers        always: 6/8. But if its value is an integer (84/2), it counts as a product.
+#     sum of like terms           if the gold answer has such a sum: 2\pi+3\pi does not equal 5\pi
+#     product of numbers          if the gold answer has such a product or a power of a number:
+#                                 2\cdot2^{2023} equals 2^{2024}
+#     power or factorial          if the gold answer has one: 2^3x does not equal 8x, and (2x)^3 does not
+#       of a number               equal 8x^3. Or if it is an equation with any power: x^2+y^2=5^2 equals
+#                                 x^2+y^2=25
+#     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
+#     match of an OPERATIONS      if the gold answer matches this pattern at least as often: \sin60^\circ does
+#       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
+#
+# The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
+# variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
+# .* counts several operations as one.
+OPERATIONS = [
+    re.compile(pattern)
+    for pattern in (
+        r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
+        r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
+        r"\\(?:log|ln).*",
+        # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
+        r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+        # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
+        # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
+        r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+    )
+]
+# Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
+# turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
+RATIO = re.compile(
+    r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d(?!\d*\^)|\(\d[^-+()]*\))?"
+    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-"
+)
+# math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
+# and 2f' as 2f.
+MISREAD = re.compile(
+    r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}"
+)
+# The answers that math-verify compares with a gold matrix: a matrix, or a factor times a matrix. A sum of two
+# matrices does not match, because it is an unfinished calculation.
+SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
+SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
+# Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), Option A, A:15, or 15 choices A,
+# which `normalise` makes of `(A) 15`. A) does not match.
+LETTER = re.compile(
+    r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
+    r"(?:.+ choices |(?i:choice|option) ?)?"
+    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)"
+)
 
 
 def grade(answer: str, gold: str, kind: str = "math") -> bool:
@@ -930,25 +881,31 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
         choice    equal letters; D, d, (D), D. and \text{D} are the same letter
         exact     equal texts, apart from spaces at the ends
 
-    Raises UserError for an unknown kind, and ValueError for a gold answer that can't be parsed. Runs in this
-    process and has no deadline. Grade untrusted answers with grading.worker.Grader instead."""
+    Runs in this process and has no deadline. Grade untrusted answers with grading.worker.Grader instead.
+    Raises UserError for an unknown kind, and ValueError for a gold answer that can't be parsed. math-verify
+    may raise further errors.
+    """
     return bool(quick_grade(answer, gold, kind, math_equal))
 
 
 def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
-    """Returns what `grade` returns, or None if that depends on the value of an expression. If `prove` is
-    given, it compares such expressions (see `_same`). Raises UserError for an unknown kind."""
+    """Returns what `grade` returns, or None if only math-verify can decide. If `prove` is given, it compares
+    such expressions instead (see `_same`). Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
     answer, gold = answer.strip(), gold.strip()
-    if not answer or not gold or answer == gold or kind == "exact":
-        return bool(answer) and answer == gold
-    b = read(gold)
-    a = read(answer.replace(",", ", ") if b.kind == "," else answer)  # 45,135 may be two numbers
-    letter = _letter(b)
-    chosen = letter is not None and _letter(a) == letter
-    if kind == "choice" or chosen and b.kind != "unit" and letter in answer and letter in gold:
+    if not answer or not gold:
+        return False
+    letter = _letter(gold)
+    chosen = letter is not None and _letter(answer) == letter
+    if kind == "choice":
         return chosen
-    same = _same(a, b, prove)
+    if answer == gold or kind == "exact":
+        return answer == gold
+    if (
+        chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer
+    ):  # `(A) 15` equals A
+        return True
+    same = _same(read(normalise(answer)), read(normalise(gold)), prove)
     ours, theirs = (PARAMETER.search(text) for text in (answer, gold))
     if same is False and ours and theirs and ours[1] != theirs[1]:
         renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
@@ -958,518 +915,11 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
 
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
 PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
-
-
-def _letter(node):
-    """Returns the letter of the choice that a node is or has; None if it has no letter."""
-    if node.kind == ":":
-        return _letter(node.parts[0])
-    text = node.value[0][0] if node.kind == "unit" else node.value
-    pattern = r"choice([a-z])" if node.kind == "unit" else r"(?:(?:choice|option) ?)?\(?([a-z])\)?"
-    match = re.fullmatch(pattern, text.lower()) if node.kind in ("unit", "text", "x") else None
-    return match and match[1].upper()
-
-
-def _same(answer, gold, prove):
-    """Returns whether two nodes are equal. prove(answer, gold) compares two expressions, equations or sets.
-    It returns None if it can't decide. `_same` returns None if such a pair matters."""
-    kinds = {answer.kind, gold.kind}
-    if answer == gold or "unread" in kinds:
-        return answer == gold or gold.kind == "unread" and prove(answer, gold)
-    for kind, compare in (("chain", _same_chain), ("named", _same_named), ("unit", _same_unit)):
-        if kind in kinds:
-            return compare(answer, gold, prove)
-    a, b = number(answer), number(gold)
-    if a and b:
-        return _same_number(a, b)
-    system = "=" in (answer.value, gold.value) and kinds == {"(", ","}
-    if system or len(kinds) == 1 and kinds <= {"(", ":"}:
-        return _same_tuple(answer, gold, prove)
-    elements = [n for node in (answer, gold) for n in (node, *node.parts)]
-    if any(n.kind in SETS or n == REALS for n in elements) and "equation" not in kinds:
-        return prove(answer, gold)
-    if kinds & {",", "{"}:
-        return _unordered(
-            *(n.parts if n.kind in (",", "{") else (n,) for n in (answer, gold)), prove
-        )
-    if "text" in kinds and kinds <= {"text", "x"}:
-        a, b = answer.value.casefold(), gold.value.casefold()
-        return a == b and len(a) > 1
-    comparable = kinds == {"equation"} or kinds <= EXPRESSIONS and not b
-    return comparable and not _unfinished(answer, gold) and prove(answer, gold)
-
-
-SETS = {"<", "∪", "∩", "∖"}
-
-
-def _unwrapped(node, kind, empty):
-    """Returns the value and the first part of a node of this kind; `empty` and the node itself for others."""
-    return (node.value, node.parts[0]) if node.kind == kind else (empty, node)
-
-
-def _same_named(answer, gold, prove):
-    """Does the work of `_same` if one or both nodes have a name: x=5 equals 5 and x=5, but not y=5."""
-    (name, a), (needed, b) = (_unwrapped(n, "named", "") for n in (answer, gold))
-    if "<" in (a.kind, b.kind):
-        return prove(answer, gold)
-    # The name x may stand for x_1, and x_1 for x. But x_2 is not x_1.
-    bare = [re.sub(r"(?:_[\w,+-]+|\(.*\))+$", "", text) for text in (name, needed)]
-    other = name and needed and name not in (needed, bare[1]) and bare[0] != needed
-    calls = [re.fullmatch(r"[A-Za-z]\(([a-z])\)", text) for text in (name, needed)]
-    if other and all(calls) and bare[0] == bare[1]:  # f(t)=2t equals f(x)=2x
-        return _same(_renamed(a, calls[0][1], calls[1][1]), b, prove)
-    # The gold answer x+y=5 may be a line, and y=2x a curve: y-2x=0 is right. But x-5=0 must still be solved.
-    equations = [
-        Node("equation", n.parts[::-1], "=") if n.kind == "named" else n for n in (answer, gold)
-    ]
-    solved = all(n.kind == "equation" and len(n.parts) == 2 for n in equations)
-    total = len(gold.parts) == 2 and needed and gold.parts[1].kind in ("+", "*")
-    letters = variables(b)
-    curve = total or not needed or letters and letters | {needed} <= set("Ctxyz")
-    if total or other or "equation" in (a.kind, b.kind):
-        return bool(curve and solved) and _same(*equations, prove)
-    return _same(a, b, prove)
-
-
-def _renamed(node, old, new):
-    """Exchanges two names in a tree."""
-    parts = tuple(_renamed(part, old, new) for part in node.parts)
-    value = {old: new, new: old}.get(node.value, node.value) if node.kind == "x" else node.value
-    return Node(node.kind, parts, value)
-
-
-def _same_chain(answer, gold, prove):
-    """Does the work of `_same` if one or both nodes are a chain, such as 3+4=7. Only the value (7) of the
-    gold answer counts. In the answer, each part must equal the value; roundings must be right within one
-    percent."""
-    target = gold.parts[gold.value] if gold.kind == "chain" else gold
-    if answer.kind != "chain":
-        return _same(answer, target, prove)
-    value, steps = answer.parts[answer.value], answer.parts
-    same = _same(value, target, prove)
-    if not same and has_decimal(gold):
-        same = any(_same(step, gold, prove) for step in steps[answer.value + 1 :])
-    if value.kind == "unit" and value.value[0] == ("degree",):
-        value = Node("°", value.parts)
-    verdicts = [same]
-    for i, step in enumerate(steps if same else ()):
-        verdicts.append(i == answer.value or prove(step, value, 1e-6 if i < answer.value else 0.01))
-    return _all(verdicts)
-
-
-def _all(verdicts):
-    return False not in verdicts and (None if None in verdicts else True)
-
-
-def _same_unit(answer, gold, prove):
-    """Does the work of `_same` if one or both nodes have a unit. A unit of the answer alone must look like a
-    unit: `5 cm` equals 5, but `5 nearly` differs from 5."""
-    ((unit, free), a), ((needed, _), b) = (
-        _unwrapped(n, "unit", ((), True)) for n in (answer, gold)
-    )
-    if needed and needed[0][:6] == "choice" and _letter(a):
-        return needed[0][6:].upper() == _letter(a)
-    if (
-        len(unit) == 1 == len(unit[0]) and not needed and not number(b)
-    ):  # 23 h equals the product 23h
-        return _same(merged("*", a, var(unit[0])), b, prove)
-    return (unit == needed if unit and needed else free) and _same(a, b, prove)
-
-
-def _same_number(a, b):
-    places = [n.places for n in (a, b) if n.places is not None]
-    if not places or a.places == b.places:
-        return a.value == b.value
-    # A decimal may be a rounding of the other number.
-    difference = abs(a.value - b.value)
-    return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(
-        abs(a.value), abs(b.value)
-    )
-
-
-def _same_tuple(answer, gold, prove):
-    forms = {answer.value, gold.value}
-    if len(answer.parts) != len(gold.parts) or len(forms) > 1 and not forms <= {"=", "()", None}:
-        return False
-    return _all([_same(*pair, prove) for pair in zip(answer.parts, gold.parts, strict=True)])
-
-
-def _unordered(answer, gold, prove):
-    """Returns whether two lists have equal elements in any order. A single element may be repeated."""
-    table = [[_same(a, b, prove) for a in answer] for b in gold]
-    if len(answer) != len(gold):
-        return min(len(answer), len(gold)) == 1 and _all(sum(table, []))
-    left = set(range(len(gold)))
-    for verdicts in table:
-        found = next((i for i in left if verdicts[i]), None)
-        if found is None:
-            return None if None in [verdicts[i] for i in left] else False
-        left.remove(found)
-    return True
-
-
-# --- unfinished calculations
-
-TRIG = set("sin cos tan cot sec csc arcsin arccos arctan".split())
-
-
-def _unfinished(answer, gold):
-    r"""Returns whether an answer has a calculation that the gold answer lacks. Otherwise a policy could earn
-    the reward by repeating the problem: 3+4 does not equal 7. What an answer may contain, and when:
-
-        fraction of integers    always: 6/8. But if its value is an integer (84/2), it counts as a product
-        sum                     of like terms: if the gold answer has one. 2π+3π does not equal 5π
-        product                 of two numbers, or a base twice: if the gold answer has such a product, or a
-                                power of a number. 2·2^{2023} equals 2^{2024}
-        power                   or factorial of a number: if the gold answer has one. (2x)^3 does not equal
-                                8x^3. Or if it is an equation with any power: x^2+y^2=5^2
-        trig, root, log,        as often as the gold answer has it. If that has a variable and a root, any
-        opaque                  number of roots is right; the same for logarithms"""
-    ours, theirs = calculations(answer), calculations(gold) + Counter()
-    theirs["product"] += theirs["power"]
-    theirs["power"] += gold.kind == "equation" and any(n.kind == "^" for n in walk(gold))
-    many = {"sum", "product", "power", "trig"} | ({"root", "log"} if variables(gold) else set())
-    return any(
-        count > theirs[name] and not (name in many and theirs[name]) for name, count in ours.items()
-    )
-
-
-@lru_cache(4096)
-def calculations(node: Node) -> Counter:
-    """Returns how many calculations of each kind a tree leaves undone."""
-    kind, parts, _ = node
-    found = Counter()
-    if number(node) and kind != "+":
-        return found
-    for part in parts:
-        found += calculations(part)
-    if kind == "+":
-        found["sum"] += _like_terms(node)
-    elif kind in ("*", "/"):
-        found["product"] += _product(node)
-    elif kind == "neg":
-        found["product"] += "neg" in (parts[0].kind, *(n.kind for n in parts[0].parts[:1]))
-    elif kind == "^":
-        found[_power(*parts)] += 1
-    elif kind in ("log", "ln"):
-        found["log"] += 1 + (parts[0].kind == "/" or has_decimal(parts[0]))
-    elif kind in ("root", "opaque"):
-        found[kind] += 1
-        found["power"] += kind == "root" and is_exact(*parts)
-    elif kind in TRIG:
-        found["trig"] += 1
-    elif kind in ("!", "binom", "abs", "floor", "ceil"):
-        found["power"] += not variables(node)
-    del found[""]
-    if kind == "/" and parts[0].kind == parts[1].kind in (
-        "root",
-        "log",
-        "ln",
-    ):  # \sqrt2/\sqrt3 is one root
-        found["root" if parts[0].kind == "root" else "log"] -= 1
-    return found
-
-
-def is_exact(node: Node, index: Node) -> bool:
-    """Returns whether a root of a number is rational, such as the square root of 16."""
-    found, degree = number(node), number(index)
-    if (
-        not found
-        or not is_integer(degree)
-        or not 0 < degree.value < 64
-        or abs(found.value) > 10**200
-    ):
-        return False
-    pair = (abs(found.value.numerator), found.value.denominator)
-    return all(round(n ** float(1 / degree.value)) ** int(degree.value) == n for n in pair)
-
-
-def _like_terms(node):
-    """Returns whether two terms of a sum could be added: 2π+3π, and also 5π-2(π-1)."""
-    terms = _terms(node)
-    zero = var("i") not in walk(node) and any(not factor for factor, _ in terms)
-    return bool(zero) or len({rest for _, rest in terms}) < len(terms)
-
-
-def _terms(node):
-    """Returns the terms of a sum: whether a term's numbers are not 0, and keys of its other factors."""
-    if node.kind in ("+", "neg"):
-        return [term for part in node.parts for term in _terms(part)]
-    tops, bottoms = factors(node)
-    others = [part for part in (*tops, *bottoms) if not _is_rational(part)]
-    if others == [part for part in tops if part.kind == "+"] and len(others) == 1:
-        return _terms(others[0])
-    zero = any(number(part) and not number(part).value for part in tops)
-    return [
-        (not zero, tuple(sorted(("/" if part in bottoms else "") + key(part) for part in others)))
-    ]
-
-
-def _is_rational(node):
-    return (
-        number(node)
-        or node.kind == "^"
-        and number(node.parts[0])
-        and is_integer(number(node.parts[1]))
-    )
-
-
-def factors(node: Node) -> tuple[list, list]:
-    """Returns the factors above and below the fraction bar."""
-    if node.kind == "neg":
-        return factors(node.parts[0])
-    if node.kind not in ("*", "/") or number(node):
-        return [node], []
-    tops, bottoms = [], []
-    for i, part in enumerate(node.parts):
-        sides = factors(part)[:: -1 if node.kind == "/" and i else 1]
-        tops += sides[0]
-        bottoms += sides[1]
-    return tops, bottoms
-
-
-def _values(nodes):
-    """Returns the values of the numbers among the nodes, without 1 and -1."""
-    found = [number(node) for node in nodes]
-    return [n.value for n in found if n and abs(n.value) != 1]
-
-
-def _product(node):
-    """Returns whether a product has two numbers (2·3x), an integer ratio (4π/2), or a base twice."""
-    tops, bottoms = factors(node)
-    many = (
-        node.kind == "*" and sum(bool(_values(sum(factors(part), []))) for part in node.parts) > 1
-    )
-    above, below = _values(tops), _values(bottoms)
-    ratio = prod(above, start=Fraction(1)) / (prod(below) or 1)
-    reducible = (
-        node.kind == "/"
-        and below
-        and (ratio.denominator == 1 or any(n.denominator > 1 for n in above))
-    )
-    powers = [f for f in (*tops, *bottoms) if f.kind == "^" or bottoms and not number(f)]
-    bases = {key(f.parts[0] if f.kind == "^" else f) for f in powers}
-    imaginary = sum(f.kind == "+" and _is_complex(f) for f in tops) > 1 or any(
-        map(_is_complex, bottoms)
-    )
-    return many or bool(reducible) or len(bases) < len(powers) or imaginary
-
-
-def _is_complex(node):
-    return not variables(node) and var("i") in walk(node)
-
-
-def _power(base, exponent):
-    """Returns "root" for x^{1/2}; "power" for a power to multiply out, such as (2x)^3; "" for others."""
-    power = number(exponent)
-    if power and not is_integer(power) or any(n.kind == "/" for n in walk(exponent)):
-        return "root"
-    tops, bottoms = factors(base)
-    number_or_power = _values(tops + bottoms) or any(f.kind == "^" for f in tops)
-    surd = not variables(base) and base.kind not in ("x", "num") or base == var("i")
-    inverse = base.kind == "num" and power and power.value == -1
-    return "power" if power and (number_or_power or surd) and not inverse else ""
-
-
-# --- values
-
-
-def math_equal(answer: Node, gold: Node, tolerance: float | None = None) -> bool:
-    r"""Returns whether two expressions, equations or sets are equal. Expressions are equal if they have the
-    same values, to 40 digits, at three points (Schwartz, JACM 1980). Returns False if a value is too large to
-    compute. Raises ValueError if `gold` can't be parsed.
-
-    tolerance: largest relative difference of two numbers, if `gold` has a decimal point or `answer` is a
-        decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
-        1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
-    if gold.kind == "unread":
-        raise ValueError(f"the gold answer {gold.value[:80]!r} cannot be parsed")
-    answer, gold = (_unwrapped(n, "unit", None)[1] for n in (answer, gold))
-    kinds = {answer.kind, gold.kind}
-    names = variables(answer) | variables(gold)
-    with suppress(*TOO_LARGE), mp.workdps(60):
-        if kinds == {"equation"}:
-            return answer.value == gold.value and _same_equation(answer, gold, names)
-        if not kinds <= EXPRESSIONS:
-            return "equation" not in kinds and _same_set(answer, gold, names)
-        finite = INFINITY not in (*walk(answer), *walk(gold))
-        return finite and all(
-            _same_value(answer, gold, tolerance, point) for point in points(names)
-        )
-    return False
-
-
-TOO_LARGE = (
-    ArithmeticError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-)
-
-
-def points(names: set[str]) -> list[dict]:
-    """Returns three points: values of the names that are not special, and not all of one sign."""
-    found = []
-    for start, step in ((7, 3), (-9, -4), (8, -5)):
-        found.append(
-            {
-                name: Fraction(7 * start + step * i + i * i, 37)
-                for i, name in enumerate(sorted(names))
-            }
-        )
-    return found if names else found[:1]
-
-
-def _same_value(answer, gold, tolerance, point):
-    a, b = value_of(answer, point), value_of(gold, point)
-    ours, theirs = has_decimal(answer), has_decimal(gold)
-    decimal = theirs or ours and number(answer) is not None
-    exact = isinstance(a, Fraction) and isinstance(b, Fraction)
-    if exact and not (ours or theirs) or exact and b.denominator == 1 and not point:
-        return a == b
-    limit = tolerance or 1e-6 if decimal else 1e-12 if ours else 1e-40
-    size = abs(mp.convert(b))
-    return abs(mp.convert(a) - mp.convert(b)) <= limit * (size if decimal or ours else max(size, 1))
-
-
-def _same_equation(answer, gold, names):
-    """Returns whether the difference of an equation's sides is a number times that of the other."""
-    ratios = []
-    for point in points(names | {"~"}):
-        a, b = (mp.convert(_difference(n, point)) for n in (answer, gold))
-        if not a or not b:
-            return False
-        ratios.append(a / b)
-    positive = answer.value in ("=", "≠") or ratios[0] > 0
-    return positive and all(abs(ratio - ratios[0]) < 1e-30 * abs(ratio) for ratio in ratios)
-
-
-def _difference(equation, point):
-    """Returns the difference of an equation's sides, times all different denominators of its terms."""
-    left, right = equation.parts
-    node = Node("+", (left, Node("neg", (right,))))
-    bottoms = {}
-    for part in walk(node):
-        if part.kind == "/":
-            bottoms[key(part.parts[1])] = part.parts[1]
-        elif part.kind == "^" and part.parts[1].kind == "neg":
-            bottoms[key(part)] = Node("^", (part.parts[0], *part.parts[1].parts))
-    return value_of(Node("*", (node, *bottoms.values())), point)
-
-
-def _same_set(answer, gold, names):
-    """Returns whether two sets of real numbers have the same members among their ends and between them."""
-    nodes = [*walk(answer), *walk(gold)]
-    values = [
-        mp.convert(value_of(n, {})) for n in nodes if n.kind in EXPRESSIONS and not variables(n)
-    ]
-    ends = sorted({*values, *(-value for value in values), mp.inf, -mp.inf})
-    samples = [mp.zero, *ends]
-    for a, b in zip(ends[1:-1], ends[2:], strict=True):
-        samples += [a - 1, a + 1, (a + b) / 2]
-    return len(names) < 2 and all(_has(answer, x) == _has(gold, x) for x in samples)
-
-
-def _has(node, x):
-    """Returns whether a number x is in a set; for a list, in how many of its parts."""
-    kind, parts, value = node
-    if kind == "<":
-        values = [value_of(part, dict.fromkeys(variables(part), x)) for part in parts]
-        return mp.isfinite(x) and all(map(_holds, values, value, values[1:]))
-    if kind == "(":
-        low, high = (value_of(part, {}) for part in parts)
-        return _holds(low, "≤" if value[0] == "[" else "<", x) and _holds(
-            x, "≤" if value[1] == "]" else "<", high
-        )
-    if kind in EXPRESSIONS:
-        return _holds(value_of(node, {}), "=", x)
-    if kind == "named":  # |z|∈[1,3]
-        return _has(parts[0], value_of(parts[1], dict.fromkeys(variables(parts[1]), x)))
-    cut = [part for part in parts if part.value == "≠"]  # x≠1 beside other inequalities removes 1
-    members = [_has(part, x) for part in parts if part not in cut or kind != ","]
-    if kind == ",":
-        return all(_has(part, x) for part in cut) and (sum(members) if members else True)
-    if kind == "∖":
-        return members[0] and not members[1]
-    return all(members) if kind == "∩" else any(members)
-
-
-def _holds(a, sign, b):
-    a, b = mp.convert(a), mp.convert(b)
-    near = a == b or abs(a - b) < 1e-30
-    return sign in ("=≤≥" if near else "≠<≤" if a < b else "≠>≥")
-
-
-LARGEST = 20_000  # bits of a power that is computed exactly
-
-
-def value_of(node: Node, point: dict):
-    """Returns the value of an expression: a Fraction if it is exact, else a number of mpmath. Raises one of
-    TOO_LARGE for a value that is too large or not known."""
-    kind, parts, value = node
-    if kind == "num":
-        return value.value
-    if kind == "x":
-        return point[value] if value in point else +CONSTANTS[value]
-    found = [value_of(part, point) for part in parts]
-    if not all(isinstance(v, Fraction) for v in found):
-        found = [mp.convert(v) for v in found]
-    operation = OPERATIONS.get(kind) or getattr(mp, kind)
-    return operation(*found)
-
-
-def _raise(base, power):
-    whole = isinstance(power, Fraction) and power.denominator == 1
-    if abs(power) > 10**9:
-        raise OverflowError
-    if whole and isinstance(base, Fraction):
-        if abs(power) * max(base.numerator.bit_length(), base.denominator.bit_length()) < LARGEST:
-            return base ** int(power)
-    return mp.power(mp.convert(base), mp.convert(power))
-
-
-def _root(base, index):
-    odd = index % 2 == 1 and mp.im(base) == 0 and base < 0
-    return -mp.root(-base, int(index)) if odd else mp.root(base, int(index))
-
-
-def _choose(n, k):
-    whole = all(isinstance(v, Fraction) and v.denominator == 1 and 0 <= v < 3000 for v in (n, k))
-    return Fraction(comb(int(n), int(k))) if whole else mp.binomial(n, k)
-
-
-def _factorial(n):
-    whole = isinstance(n, Fraction) and n.denominator == 1 and 0 <= n < 3000
-    return Fraction(factorial(int(n))) if whole else mp.gamma(n + mp.one)
-
-
-CONSTANTS = {"e": mp.e, "π": mp.pi, "i": mp.j, "∞": mp.inf}
-OPERATIONS = {
-    "+": lambda *terms: sum(terms),
-    "*": lambda *found: prod(found),
-    "/": lambda a, b: a / b,
-    "neg": lambda a: -a,
-    "%": lambda a: a / 100,
-    "°": lambda a: a * mp.one * mp.pi / 180,
-    "^": _raise,
-    "root": _root,
-    "!": _factorial,
-    "binom": _choose,
-    "abs": abs,
-    "log": lambda a, base=10: mp.log(a) / mp.log(base),
-    "arcsin": mp.asin,
-    "arccos": mp.acos,
-    "arctan": mp.atan,
-}
-
-
-# --- formulas of the problem
-
+# The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
-SIDE = re.compile(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])")
+SIDE = re.compile(
+    r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])"
+)  # between sides; also the number of (1) x=2
 ORDERED = re.compile(
     r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
     r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b"
@@ -1481,42 +931,347 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
     such a formula. A formula that is the gold answer or one of its elements, or that has it on one side, does
     not count. Also if the answer is the gold list in another order, and the problem asks for an order."""
-    parts, golds = _pieces(read(answer)), _pieces(read(gold))
-    ours, theirs = ([key(part) for part in side] for side in (parts, golds))
-    if ours != theirs and sorted(ours) == sorted(theirs) and ORDERED.search(problem):
+    parts, golds = (
+        re.split("[;,]", normalise(text).partition(r"\approx")[0]) for text in (answer, gold)
+    )
+    if parts != golds and sorted(parts) == sorted(golds) and ORDERED.search(problem):
         return True
-    right, known = _sides(golds), set()
-    for formula in FORMULA.split(problem):
-        pieces = [read(text) for text in (formula, *SIDE.split(formula))]
-        sides = _sides(pieces) | _sides([part for piece in pieces for part in _pieces(piece)])
+    known, right = set(), {_bag(part.rpartition("=")[2]) for part in golds}
+    for formula in map(normalise, FORMULA.split(problem)):
+        sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
         if not right & sides:
             known |= sides
     return all(
-        any(key(n) in known and _is_formula(n) for n in (part, _side(part))) for part in parts
+        any(
+            re.search(r"\w[-+*/^]|\\[a-z]{2}", value) and _bag(value) in known
+            for value in (part, part.rpartition("=")[2])
+        )
+        for part in parts
     )
 
 
-def _sides(nodes):
-    return {key(n) for node in nodes for n in (node, _side(node))}
+def _bag(text):
+    """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
+    words, brackets, + and *. In an equation, the terms of each side and the two sides are sorted, but not the
+    characters of a term. A text that is one number is not sorted."""
+    text = re.sub(
+        r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
+        r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)",
+        "",
+        text,
+    )
+    if "=" in text:
+        return str(sorted(sorted(re.findall("-?[^-+]+", side)) for side in text.split("=")))
+    if _number(text):
+        return text
+    return "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text.replace(r"\frac", "/"))))
 
 
-def _pieces(node):
-    """Returns the elements of a list, also of a list in it; the node itself if it is no list."""
-    inside = _side(node)
-    if inside.kind in (",", "{"):
-        return [piece for part in inside.parts for piece in _pieces(part)]
-    return [inside if node.kind == "chain" else node]
+def _letter(text):
+    text = normalise(text).replace('"choices', " choices").replace('"', "")
+    match = LETTER.fullmatch(text.upper() if len(text) < 4 else text)  # (d) is the choice D
+    return match and match[2]
 
 
-def _side(node):
-    """Returns the value of an equation or a chain."""
-    if node.kind == "chain":
-        return node.parts[node.value]
-    if node.kind == "equation":
-        return node.parts[1]
-    return _side(node.parts[0]) if node.kind == "named" else node
+def _same(answer, gold, prove):
+    """Returns whether two Readings are equal. prove(answer, gold) compares the texts of two expressions. It
+    returns True, False, or None if it can't decide. `_same` returns None if such a pair matters."""
+    if _squeeze(answer.text) == _squeeze(gold.text):
+        return True
+    kinds = {answer.kind, gold.kind}
+    if "chain" in kinds:
+        return _same_chain(answer, gold, prove)
+    if "named" in kinds:
+        return _same_named(answer, gold, prove)
+    if "quantity" in kinds:
+        return _same_quantity(answer, gold, prove)
+    if len(kinds) == 1 and answer.kind in COMPARE:
+        return COMPARE[answer.kind](answer.parts, gold.parts, prove)
+    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
+        a, b = (
+            r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
+            for r in (answer, gold)
+        )
+        if "=" in (a[0], b[0]):
+            return _same_tuple(a, b, prove)
+    if "intervals" in kinds:
+        names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
+        a, b = _edges(answer), _edges(gold)
+        return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+    if "list" in kinds:  # {5} equals 5
+        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
+        return _unordered(a, b, prove)
+    return _same_expression(answer, gold, prove)
 
 
-def _is_formula(node):
-    inside = node.parts[0] if node.kind == "neg" else node
-    return inside.kind not in ("num", "x", "text", "unread", "unit", ",", "{")
+def _squeeze(text):
+    """Returns `text` without quotes and spaces. Only spaces between two digits are kept."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", text.replace('"', ""))
+
+
+def _same_expression(answer, gold, prove):
+    kinds = {answer.kind, gold.kind}
+    if kinds <= {"equation", "named"} or SCALED.fullmatch(answer.text) and r"\begin" in gold.text:
+        return prove(answer.text, gold.text)
+    if not kinds <= {"expression", "number"} or gold.kind == "number":
+        return False
+    free = OPERATIONS[-2:] if _variables(gold.text) else ()
+    for operation in OPERATIONS:
+        ours, theirs = (len(operation.findall(r.text)) for r in (answer, gold))
+        if ours > theirs and not (theirs and operation in free):
+            return False
+    return prove(answer.text, gold.text)
+
+
+def _variables(text):
+    return {s for s in SYMBOL.findall(text) if len(s) == 1 and s not in "ei"}
+
+
+def _same_named(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
+    (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
+    # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
+    other = (
+        name
+        and needed
+        and name not in (needed, INDEX.sub("", needed))
+        and INDEX.sub("", name) != needed
+    )
+    if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
+        return False
+    # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
+    # and the answer 5 is wrong.
+    if needed and TOTAL.fullmatch(needed):
+        return _same_expression(answer, gold, prove)
+    # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
+    # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
+    if other or "equation" in (a.kind, b.kind):
+        letters = _variables(b.text)
+        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
+        return bool(curve) and _same_expression(answer, gold, prove)
+    return _same(a, b, prove)
+
+
+def _same_chain(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. If `gold` is a chain, only
+    its value (7) counts. If `answer` is a chain, the texts before its value must equal the value. Roundings
+    after the value must be right within one percent. If the value is an integer, they must be exact."""
+    if answer.kind != "chain":
+        return _same(answer, gold.parts[0], prove)
+    value, exact, rounded = answer.parts
+    rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
+    same = rounds or _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    if value.kind == "quantity":
+        value = value.parts[0]
+    text = str(value.parts.value) if value.kind == "number" else value.text
+    return same and _all(
+        [
+            same,
+            *(prove(step, text, 1e-6) for step in exact),
+            *(prove(step, text, 0.01) for step in rounded),
+        ]
+    )
+
+
+def _all(verdicts):
+    return False not in verdicts and (None if None in verdicts else True)
+
+
+def _same_quantity(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
+    unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
+    (a, unit, free), (b, needed, _) = (
+        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold)
+    )
+    if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
+        return needed == ("choice", a.parts.lower())
+    if unit and (unit != needed if needed else not free):
+        return False
+    return _same(a, b, prove)
+
+
+def _same_number(answer, gold, prove):
+    a, b = answer.value, gold.value
+    places = [n.places for n in (answer, gold) if n.places is not None]
+    if not places or answer.places == gold.places:
+        return a == b
+    # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
+    # one part in a million.
+    difference = abs(a - b)
+    return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(abs(a), abs(b))
+
+
+def _same_tuple(answer, gold, prove):
+    """Returns whether two tuples have the same form and the same parts in the same order. Returns None if
+    that depends on parts for which `_same` returns None."""
+    (kind, a), (needed, b) = answer, gold
+    # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
+    system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
+    if len(a) != len(b) or kind != needed and not system:
+        return False
+    return _all([_same(*pair, prove) for pair in zip(a, b, strict=True)])
+
+
+def _unordered(answer, gold, prove, same=_same):
+    """Returns whether the lists `answer` and `gold` have the same parts in any order. If one list has a
+    single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
+    result depends on parts for which `same` returns None."""
+    table = [[same(a, b, prove) for a in answer] for b in gold]
+    if len(answer) != len(gold):
+        return 1 in (len(answer), len(gold)) and _all(sum(table, []))
+    left = set(range(len(gold)))
+    for verdicts in table:
+        found = next((i for i in left if verdicts[i]), None)
+        if found is None:
+            return None if None in [verdicts[i] for i in left] else False
+        left.remove(found)
+    return True
+
+
+COMPARE = {
+    "number": _same_number,
+    "list": _unordered,
+    "tuple": _same_tuple,
+    "text": lambda a, b, _: a == b,
+}
+
+
+# --- math-verify
+
+
+@lru_cache(4096)
+def _parse(text):
+    """Parses `text` with math-verify's parser. Returns a sympy object, or None if the parser can't read the
+    whole text."""
+    from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify.grader import should_treat_as_complex
+    from sympy import Float, I, Rational, evaluate, sympify
+
+    if MISREAD.search(text):
+        return None
+    text = re.sub(
+        r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text
+    )  # the parser reads 2(3) as 2+3
+    text = re.sub(
+        r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
+    )  # [x] is the integer part
+    # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
+    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
+    # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
+    # refuses such texts.
+    with suppress(Exception), evaluate(False):
+        found = latex2sympy(
+            text,
+            is_real=not should_treat_as_complex(text),
+            normalization_config=None,
+            conversion_config=ConversionConfig(lowercase_symbols=False),
+        )
+        # The parser reads i as a variable, but i is the imaginary unit. Decimals become exact fractions.
+        new = {f: Rational(str(f)) for f in found.atoms(Float)}
+        names = {s.name: s for s in found.free_symbols}
+        if "i" in names and "j" not in names:  # if j is there too, i and j are unit vectors
+            new[names["i"]] = I
+        return sympify(found.xreplace(new))
+    return None
+
+
+def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
+    r"""Returns whether two normalised expressions are equal. Two equations are equal if one is the other
+    times a number. Returns False if `answer` can't be parsed, if the values are too large to compute, or
+    (without `tolerance`) if `answer` has a calculation that `gold` lacks. Raises ValueError if `gold` can't
+    be parsed. math-verify may raise further errors.
+
+    tolerance: largest relative difference of two numbers, if `gold` has a decimal point or `answer` is a
+        decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
+        1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
+    from math_verify import verify
+    from sympy import Eq, cancel, numer, together
+
+    right, left = _parse(gold), _parse(answer)
+    if right is None:
+        raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
+    try:
+        needed = _calculations(gold)
+        allowed = {"power" in needed and "product", "^" in gold and "=" in gold and "power"}
+        if left is None or tolerance is None and _calculations(answer) - needed - allowed:
+            return False
+        if left.is_number and right.is_number and r"\infty" not in answer + gold:
+            a, b = left.doit(), right.doit()
+            decimal = "." in gold or "." in answer and _number(answer)
+            if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
+                return a == b
+            # maxn: largest number of digits to which sympy computes if a and b are nearly equal
+            limit = (tolerance or 1e-6) if decimal else 1e-12 if "." in answer else 1e-300
+            return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
+        if isinstance(left, Eq) and isinstance(right, Eq):
+            a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
+            return bool(a != 0 != b and cancel(a / b).is_number)
+        if right.is_Symbol:  # verify ignores case: A_n would equal a_n
+            return left == right
+        return verify(
+            right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+        )
+    except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
+        return False
+
+
+@lru_cache(4096)
+def _calculations(text):
+    """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
+    from sympy import Abs, Add, Expr, I, Mul, denom, flatten, numer
+
+    found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
+    for node in _parse(text).find(Expr):
+        value = node.doit()
+        if len(Add.make_args(value)) < sum(
+            len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)
+        ):
+            found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
+        # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
+        base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
+        bases = flatten([base], cls=Mul)
+        numbers = [f for f in bases if f.is_number and abs(f) != 1]
+        done = (
+            node.is_Atom
+            or node.is_Add
+            or node.is_Mul
+            or node.is_Pow
+            and (node.exp == -1 and node.base.is_integer)
+        )
+        twice = any(f.is_Pow and f.exp.is_integer and f.exp != -1 for f in bases)  # (x^2)^3
+        if not done and (
+            twice
+            or value.is_rational
+            or any(f.is_rational or not f.is_Atom for f in numbers)
+            or value.is_number
+            and (node.has(I) or isinstance(node, Abs))
+        ):
+            found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
+        # The factors of 1/(ab) are 1/a and 1/b.
+        factors = [
+            x
+            for f in flatten([node], cls=Mul)
+            for x in (
+                [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f]
+            )
+        ]
+        numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
+        powers = [f.as_base_exp() for f in factors if not f.is_rational]
+        divides = -1 in (exp for _, exp in powers)
+        bases = [base for base, exp in powers if exp != 1 or divides]
+        # A product is unfinished if two of its numbers have numerators other than 1 and -1 (2\cdot3x), if two
+        # have such denominators, if its numbers give an integer (4\pi/2), or if a base comes twice (x^2/x).
+        tops, bottoms = (
+            [n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom)
+        )
+        if (
+            len(tops) > 1
+            or len(bottoms) > 1
+            or tops
+            and bottoms
+            and Mul(*numbers).is_integer
+            or len({*bases}) < len(bases)
+        ):
+            found.add("product")
+    return found

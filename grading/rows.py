@@ -40,8 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, data_file, explained, require
-from grading.answers import KINDS, grade
-from grading.extract import extract
+from grading.answers import KINDS, extract, grade
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")

@@ -34,8 +34,7 @@ from configs import (
     shorten,
 )
 from data import Problem, Sample
-from grading.answers import grade
-from grading.extract import readers
+from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
 from guard.identity import VERSIONS, check_ranks, source_of
 from guard.lock import FolderLock
@@ -246,7 +245,7 @@ def check_gold(
     require(
         cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
         found,
-        'answers that torz can read, another --reward, "reward": "exact" in such rows, or '
+        'answers that math-verify can read, another --reward, "reward": "exact" in such rows, or '
         "--go",
     )
 

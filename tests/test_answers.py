@@ -6,8 +6,7 @@ import pytest
 
 from configs import UserError
 from grading import answers
-from grading.answers import grade, quick_grade, read, repeats
-from grading.extract import EXTRACTORS, extract, readers
+from grading.answers import EXTRACTORS, extract, grade, quick_grade, readers, repeats
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"
@@ -239,29 +238,6 @@ x^2+2x+2 ~~ (x+1)^2
 3.14 ~~ \pi
 seat ~~ east
 """)
-REACH = lines(r"""
-5 ~ 5元 ~ 5\text{元} ~ x=5元 ~~ 5万 ~ 5倍
-3\text{小时} ~ 3 ~ 3小时 ~~ 3\text{分钟}
-18 ~ 18 долларов ~ 18\text{ долларов} ~~ 18 тысяч
-\text{Да} ~ да ~ Да ~~ Нет
-C ~ 故选：C ~ 答案：C ~~ 故选：B ~ 答案：D
-e_1 ~ e_{1} ~~ e_2 ~ e
--\frac32 ~ -3./2 ~~ -3/4
-f(x)=\pm x ~ f(x)=x, f(x)=-x ~~ f(x)=x
-f(x)=2x-1 ~ f(t)=2t-1 ~~ f(t)=2x-1
-7 ~ x+y=7 ~ 2a+b=7 ~~ 2a+b=8
-\text{(C) }15 ~ (C)15 ~ C: 15 ~~ (B)15
-42 ~ `42` ~~ `43`
-x\le3 ~ x=<3 ~ -x>=-3 ~~ x<3 ~ -x<=-3
-45^\circ\text{ or }135^\circ ~ 45,135 ~~ 45135
-[\sqrt2,\sqrt3] ~ \sqrt2\le x\le\sqrt3 ~~ [\sqrt3,\sqrt2] ~ (\sqrt2,\sqrt3)
-There are $8$ such triangles. ~ 8 triangles ~~ 9 triangles
-(5,-3) ~ \text{center }(5,-3) ~~ \text{not }(5,-3)
-110 ~ \boxed{110 ~~ \boxed{11
-2^{10000} ~ 4^{5000} ~~ 2^{10000}-1 ~ 2^{10000}+0.5
-\sin^2x ~ 1-\cos^2x ~ (\sin x)^2 ~~ \sin x^2
-\frac{1}{\sqrt2+1} ~ \sqrt2-1 ~~ \sqrt2+1
-""")
 GOLDS = lines(r"""
 1665 ~ 1665.0 ~ 37\cdot45=1665 ~ 1665^\circ C ~ \Large1665 ~~ 37*45 ~ (37)(45) ~ x=37\cdot45 ~ 37\cdot44=1665
 12 ~ 12\approx12.0 ~~ x=13=12 ~ 12\approx13 ~ 13\approx12 ~ 12=13=12
@@ -399,7 +375,7 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 """)
 
 
-@pytest.mark.parametrize("line", REWRITES + GOLDS + REACH, ids=lambda line: line[0][0])
+@pytest.mark.parametrize("line", REWRITES + GOLDS, ids=lambda line: line[0][0])
 def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
     right, wrong = line
     assert [answer for answer in right if not grade(answer, right[0])] == []
@@ -462,4 +438,4 @@ def test_math_verify_is_asked_about_expressions_only():
     sure = [pair for pair in pairs if not set("".join(pair)) & set("\\=√")]
     asked = [pair for pair in sure if quick_grade(*pair) is None]
     assert len(sure) > 60 and len(asked) < 0.2 * len(sure), asked
-    assert quick_grade("x+1", "1+x") is None and answers.math_equal(read("x+1"), read("1+x"))
+    assert quick_grade("x+1", "1+x") is None and answers.math_equal("x+1", "1+x")

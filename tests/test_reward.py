@@ -21,8 +21,7 @@ import reward
 from configs import UserError
 from data import Problem
 from grading import worker
-from grading.answers import grade
-from grading.extract import extract_answer
+from grading.answers import extract_answer, grade
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
 from reward import think_then_answer
@@ -222,6 +221,7 @@ def test_hostile_answers_end_within_the_deadline():
         reasons = {i: g.reason for i, g in grader.results().items()}
         bad = {cases[i][:60]: r for i, r in reasons.items() if r not in ("timeout", "unparsed", "wrong")}
         assert not bad, (bad, grader.errors)
+        assert sum(r == "timeout" for r in reasons.values()) >= 3
         grader.submit("after", boxed("x+7"), "7+x", True)
         assert grader.results()["after"].reason == "correct"
 
