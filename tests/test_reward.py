@@ -405,8 +405,8 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
-    monkeypatch.setattr(worker, "TELL", 0.3)
-    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 0.5, 2\ntime.sleep(1.5)"), [], []
+    monkeypatch.setattr(worker, "TELL", 0.5)
+    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "40 calls" in text)))  # noqa: E731
     with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
