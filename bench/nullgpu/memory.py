@@ -28,7 +28,7 @@ from tools import plan
 FILE = RESULTS / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # (name, GiB)
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
-BIG, SMALL, QWEN = "orz-32b", "gsm8k-0.5b-1gpu", "gsm8k-qwen3.5-0.8b-1gpu"
+BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
 # case -> (device, preset, size, ranks, tokens per sample)
 CASES = {
     "7B on 8 × H100": (H100, "orz-7b", "7b", 8, 2048),
@@ -37,7 +37,6 @@ CASES = {
     "32B on 16 × H100": (H100, BIG, "32b", 16, 9216),
     "32B on 32 × H100": (H100, BIG, "32b", 32, 9216),
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
-    "Qwen3.5-0.8B on one 24-GB card": (CARD, QWEN, "3.5-0.8b", 1, 1024),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
 ABOVE = 1.09  # largest accepted ratio of the plan to the driver's peak
@@ -60,8 +59,8 @@ def planned(case: plan.Case) -> dict[str, float]:
 
 
 def flags_of(preset: str, recompute: str) -> list[str]:
-    # For SMALL and QWEN, longer packs are planned to be as fast. The plan would choose them.
-    pack_len = ["--pack_len", "16384"] if preset in (SMALL, QWEN) else []
+    # For SMALL, longer packs are planned to be as fast. The plan would choose them.
+    pack_len = ["--pack_len", "16384"] if preset == SMALL else []
     return ["--recompute", recompute, "--shard_ranks", "0", *pack_len]
 
 
