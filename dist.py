@@ -44,8 +44,8 @@ Device = torch.device | str
 # [minibatch][rank][pack]: indices among the samples of all ranks
 Layout = list[list[list[list[int]]]]
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
-# Parameters of Qwen3.5's delta nets that stay fp32 in every computation. In bf16, the decay of a state over
-# a thousand tokens would be rounded by some percent.
+# Parameters of Qwen3.5's delta nets that stay fp32 in every computation. bf16 would round the rate at which a
+# state decays by up to 0.8 %.
 FP32 = ("A_log", "dt_bias")
 
 

@@ -83,8 +83,7 @@ MUST_BE_OFF = [
 # The supported types of rotary embeddings. The frequencies of "dynamic" and "longrope" depend on the longest
 # sequence of the batch, so log-probs would depend on the pack.
 ROPES = {"default", "linear", "llama3", "yarn"}
-# The supported types of layers. linear_attention: see `delta_net`.
-LAYERS = {"full_attention", "sliding_attention", "linear_attention"}
+LAYERS = {"full_attention", "sliding_attention"}  # the supported types of layers
 
 
 def check_settings(config: PreTrainedConfig, path: str) -> None:
@@ -96,7 +95,10 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     settings["gates"] = not set(gates) <= {None, True, "silu", "swish"}
     wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
     wrong += {rope.get("rope_type") or "default" for rope in ropes(config)} - ROPES
-    wrong += set(settings.get("layer_types") or ()) - LAYERS
+    layers = set(settings.get("layer_types") or ()) - LAYERS
+    if family == "qwen3_5_text":  # see `delta_net`
+        layers -= {"linear_attention"}
+    wrong += layers
     require(
         not wrong,
         f"{path} ({family}) has settings that the trainer or vLLM would compute wrong: "

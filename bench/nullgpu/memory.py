@@ -28,7 +28,7 @@ from tools import plan
 FILE = RESULTS / "nullgpu-memory.json"
 H100, H200 = ("NVIDIA H100 80GB HBM3", 79.1), ("NVIDIA H200", 139.8)  # (name, GiB)
 CARD = ("NVIDIA GeForce RTX 4090", 23.5)
-BIG, SMALL, QWEN = "orz-32b", "gsm8k-0.5b-1gpu", "gsm8k-qwen3.5-0.8b-1gpu"
+BIG, SMALL = "orz-32b", "gsm8k-0.5b-1gpu"
 # case -> (device, preset, size, ranks, tokens per sample)
 CASES = {
     "7B on 8 × H100": (H100, "orz-7b", "7b", 8, 2048),
@@ -37,7 +37,6 @@ CASES = {
     "32B on 16 × H100": (H100, BIG, "32b", 16, 9216),
     "32B on 32 × H100": (H100, BIG, "32b", 32, 9216),
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
-    "Qwen3.5-0.8B on one 24-GB card": (CARD, QWEN, "3.5-0.8b", 1, 1024),
     "7B, adapters, on one H100": (H100, "orz-7b --lora 32 --offload off", "7b", 1, 2048),
     "7B, adapters, on 8 × H100": (H100, "orz-7b --lora 32", "7b", 8, 2048),
     "32B, adapters, on 8 × H100": (H100, BIG + " --lora 32", "32b", 8, 9216),
@@ -65,8 +64,8 @@ def planned(case: plan.Case) -> dict[str, float]:
 def flags_of(preset: str, recompute: str) -> list[str]:
     """Returns the flags of a case. preset: a preset, perhaps with flags"""
     preset, *more = preset.split()
-    # For SMALL and QWEN, longer packs are planned to be as fast. The plan would choose them.
-    pack_len = ["--pack_len", "16384"] if preset in (SMALL, QWEN) else []
+    # For SMALL, longer packs are planned to be as fast. The plan would choose them.
+    pack_len = ["--pack_len", "16384"] if preset == SMALL else []
     return ["--recompute", recompute, "--shard_ranks", "0", *pack_len, *more]
 
 
