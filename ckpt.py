@@ -599,7 +599,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
         for name, fact in facts["read"].items()
         if name.startswith(("policy's", "critic's", "lora"))
     }
-    needed = f"--lora and models of that run ({saved['config']['model']} …), or --model EXPORT"
+    needed = f"its --lora and --model {saved['config']['model']} …, or --model with its export"
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -785,8 +785,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         check_base(path, saved, who, source, tokenizer)
         settings = load_config(source)
         if lora:
-            dtype = settings.dtype or torch.float32
-            frozen = partial(freeze, lambda base: base, lora, config["lora_alpha"], dtype)
+            frozen = partial(freeze, lambda m: m, lora, config["lora_alpha"], settings.dtype)
             load = load_critic if who == "critic" else load_policy
             model = Adapted(load(source, shard_fn=frozen), critic=who == "critic")
         else:

@@ -333,14 +333,13 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
-    reshard_all(model)
+    reshard_all(model.base)
     if model.base is not model:
         for p in model.parameters():
             td.all_reduce(p.grad)
 
 
 def reshard_all(model: nn.Module) -> None:
-    model = model.base
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):

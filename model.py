@@ -750,7 +750,7 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, x: Tensor, project: Callable = F.linear) -> Tensor:
         y = project(x, self.weight, self.bias)
-        if self.adapter is None:
+        if not self.adapter:
             return y
         a, b = self.adapter
         low = self.scale * project(x, a.to(x.dtype), None)

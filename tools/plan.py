@@ -177,8 +177,7 @@ class Shape:
 
     def adapters(self, rank: int) -> int:
         """Number of parameters of the adapters (--lora) of all layers' matrices."""
-        sides = 2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner
-        return self.layers * rank * sides
+        return self.layers * rank * (2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner)
 
     @property
     def critic_params(self) -> int:
@@ -304,8 +303,17 @@ class Case:
 
     @property
     def params(self) -> dict[str, int]:
-        """A dict: name of a trained model -> its number of parameters."""
-        return {name: getattr(shape, f"{name}_params") for name, shape in self.models.items()}
+        """A dict: name of a trained model -> its number of parameters. A critic on the policy's base
+        counts as the policy."""
+        return {
+            name: getattr(shape, "policy_params" if self.shared else f"{name}_params")
+            for name, shape in self.models.items()
+        }
+
+    @property
+    def shared(self) -> bool:
+        """Whether one frozen base serves policy and critic (--lora)."""
+        return self.cfg.lora > 0 and not self.cfg.critic_model
 
     def shard(self, name: str) -> float:
         """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
@@ -316,8 +324,7 @@ class Case:
     @property
     def saved(self) -> float:
         """Bytes of a rank's part of the tensors that a checkpoint holds."""
-        trained = 3 * sum(map(self.shard, self.params))
-        return trained + self.shard("policy") * self.cfg.keeps_ref
+        return 3 * sum(map(self.shard, self.params)) + self.shard("policy") * self.cfg.keeps_ref
 
     @property
     def ref(self) -> float:
@@ -394,10 +401,10 @@ class Case:
         if not cfg.lora:
             return 3 * sum(map(self.shard, self.params)) + self.ref * cfg.has_ref
         # Without flags for other models, the policy's base serves all roles.
-        others = self.ref * bool(cfg.ref_model)
+        bases = self.base("policy") + self.ref * bool(cfg.ref_model)
         if cfg.critic_model:
-            others += self.base("critic")
-        return self.saved + self.base("policy") + others
+            bases += self.base("critic")
+        return self.saved + bases
 
     @property
     def engine_sleeps(self) -> bool:
@@ -439,9 +446,9 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        # With --lora, the policy's base may be the critic's. The policy needs more memory.
-        shared = self.cfg.lora and not self.cfg.critic_model
-        return {name: recomputed_layers(self, "policy" if shared else name) for name in self.models}
+        return {
+            name: recomputed_layers(self, "policy" if self.shared else name) for name in self.models
+        }
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -580,9 +587,8 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
-    pieces = 4 * shape.layer + HOLES * kept
-    if not case.cfg.lora:
-        pieces += 4 * root / case.shards
+    of_root = 4 * root / case.shards * (not case.cfg.lora)
+    pieces = 4 * shape.layer + of_root + HOLES * kept
     if case.shards == 1:
         return pieces + logits / 2
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -971,9 +977,9 @@ def _moved_bytes(case, phase):
     """Returns how many bytes of a rank's weights and optimizer state move between host and device in the
     phase, if the run offloads."""
     if phase in case.models:  # moves with its optimizer's state, to the device and back
-        return 6 * case.shard(phase) + case.base(phase)
+        return case.base(phase) or 6 * case.shard(phase)
     if phase in ("sync", "old_logp"):
-        return case.shard("policy") + case.base("policy")
+        return case.base("policy") or case.shard("policy")
     return case.ref if phase == "ref" else 0
 
 
