@@ -567,7 +567,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
-        f"where --start_from {path} trains on from these weights"
+        f"where --start_from {path} trains on from these weights (--lr_decay: by steps)"
     )
     check_unchanged(path, saved, facts["read"], needed)
     require(

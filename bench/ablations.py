@@ -7,6 +7,7 @@
 
 A variant is a reference recipe with other flags or a patched function. --part all runs all variants. Finished
 runs stay in bench/results/ablations.jsonl and are not repeated. The tables go to bench/results/ablations.md.
+Two tasks' curves go to bench/results/ablations.png.
 """
 
 from __future__ import annotations
@@ -585,6 +586,24 @@ def report(runs: Runs) -> str:
     return "\n".join(lines) + "\n"
 
 
+def picture(runs: Runs, to: Path) -> None:
+    """Draws the mean reward of ppo and grpo at each step on two tasks, with a band from the lowest to the
+    highest seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3), dpi=110, layout="constrained")
+    for i, task in enumerate(("chain", "think"), 1):
+        axis = figure.add_subplot(1, 2, i, title=task, xlabel="step", ylabel="reward")
+        for name in ("ppo", "grpo"):
+            curves = [row["rewards"] for row in runs[task, name].values() if len(row["rewards"]) == STEPS]
+            steps, columns = range(STEPS), list(zip(*curves, strict=True))
+            (line,) = axis.plot(steps, [fmean(c) for c in columns], label=f"{name}, {len(curves)} seeds")
+            axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns],
+                              color=line.get_color(), alpha=0.2)
+        axis.legend()
+    figure.savefig(to)
+
+
 # --- the command
 
 
@@ -708,6 +727,7 @@ def main() -> None:
     else:
         require(bool(runs), "no runs with these settings", "python -m bench.ablations")
         (RESULTS / "ablations.md").write_text(report(runs))
+        picture(runs, RESULTS / "ablations.png")
         print(report(runs))
 
 

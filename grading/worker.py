@@ -278,7 +278,7 @@ def _import_function(spec, known):
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
     renames = [f"{name} to {OTHERS[name]}" for name in signature.parameters if name in OTHERS]
-    if renames:
+    if renames and names is known:
         raise TypeError(
             f"rename {', '.join(renames)}; a call has one response, and returns a float"
         )
@@ -382,8 +382,10 @@ def _dispatch(connection, workers, cpu, wall, has_state):
     context.Process = _Worker
     tasks = 0 if has_state else MAX_TASKS
     size = 1 if has_state else workers
-    options = [size, tasks, _init_worker, [connection], context]
-    pools = [pebble.ProcessPool(*options) for _ in range(workers // size)]
+    pools = [
+        pebble.ProcessPool(size, tasks, _init_worker, [connection], context)
+        for _ in range(workers // size)
+    ]
     # pebble raises RuntimeError after someone has killed an idle worker.
     with suppress(EOFError, OSError, RuntimeError):
         while True:

@@ -221,3 +221,15 @@ def test_rows_and_scores_of_reasoning_gym(tmp_path, monkeypatch, capsys):
         verifier = gym.create_dataset(row["dataset"], **json.loads(row["settings"]))
         assert grade.reward == pytest.approx(verifier.score_answer(answer, row["entry"]))
         assert grade.reward == 1 or answer == "17"
+
+
+def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):
+    (tmp_path / "r.py").write_text(
+        "def trl(prompts, completions, ground_truth, **kwargs):\n    return [0.0]\n"
+        "def verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+        "def ours(response, ground_truth=None):\n    return 1.0\n")
+    for name, words in (("trl", "rename completions to response, ground_truth to answer; a call has one"),
+                        ("verl", "solution_str to response, ground_truth to answer, extra_info to row; a")):
+        with pytest.raises(UserError, match=words):
+            Grader(customs=[f"{tmp_path}/r.py:{name}"])
+    Grader(customs=[f"{tmp_path}/r.py:ours"]).close()
