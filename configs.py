@@ -764,6 +764,7 @@ PRESETS |= {
         PRESETS["gsm8k-0.5b-1gpu"],
         model="Qwen/Qwen3.5-0.8B",
         template_args=("enable_thinking=false",),
+        max_num_seqs=128,  # a response's recurrent states take 37 MiB
     ),
 }
 LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
