@@ -782,6 +782,7 @@ PRESETS |= {
         PRESETS["gsm8k-0.5b-1gpu"],
         model="Qwen/Qwen3.5-0.8B",
         template_args=("enable_thinking=false",),
+        max_num_seqs=128,  # a response's recurrent states take 37 MiB
     ),
 }
 # Adapters (LoRA). The learning rates are ten times those of full training ("LoRA Without Regret",

@@ -564,6 +564,9 @@ def _per_token(case, shape, recompute):
     shared = 4 * d + shape.q + of_mlp * inner
     of_segments = 2 * shape.q + 2 * shape.kv
     stored = case.number * (0.96 * shared + of_segments)
+    if net := shape.delta:
+        # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
+        stored += case.number * 6 * net.mixed * net.layers / shape.layers
     whole = stored * (shape.layers - recompute)
     inputs = case.number * d * recompute
     # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
