@@ -200,7 +200,8 @@ def run_sync(policy: Role, world: dist.World, phases: Phases) -> None:
     torch.cuda.empty_cache()
     phases.begin()
     for name, weight in dist.full_weights(policy.model, world.device):
-        assert weight.is_cuda and weight.dtype == world.dtype and type(weight) is Tensor, name
+        dtype = dist.pushed_dtype(name, world.dtype)
+        assert weight.is_cuda and weight.dtype == dtype and type(weight) is Tensor, name
     phases.end("sync")
 
 
