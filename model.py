@@ -683,8 +683,11 @@ def freeze(
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
             most = min(module.weight.shape)
-            found = f"--lora {rank} is above {most}, the smaller side of {name}"
-            require(rank <= most, found, f"--lora {most} or less")
+            require(
+                rank <= most,
+                f"--lora {rank} is above {most}, the smaller side of {name}",
+                f"--lora {most} or less",
+            )
             module.__class__ = FrozenLinear
             module.scale = alpha / rank
             model.linears[name.replace(".", "/")] = module

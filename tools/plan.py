@@ -524,8 +524,7 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
-    of_root = 4 * root / case.shards * (not case.cfg.lora)
-    pieces = 4 * shape.layer + of_root + HOLES * kept
+    pieces = 4 * shape.layer + 4 * root / case.shards * (not case.cfg.lora) + HOLES * kept
     if case.shards == 1:
         return pieces + logits / 2
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -629,7 +628,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     ):  # for merging: copies of one matrix, some of them in fp32
         largest = 4 * policy.hidden * policy.inner
     sync = {
-        "weights": case.shard("policy") + case.base("policy"),
+        "weights": case.shard("policy") + (1 + HOLES) * case.base("policy"),
         "gathered weights": case.number * largest * copies,
         "engine weights": case.engine_weights,
     }
