@@ -708,8 +708,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
         super().__init__()
-        vars(self).update(base=base, hidden_before=base.hidden_before)
-        self.config = base.config
+        vars(self).update(base=base, config=base.config, hidden_before=base.hidden_before)
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
         for name, linear in base.linears.items():

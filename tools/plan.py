@@ -628,8 +628,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     ):  # for merging: copies of one matrix, some of them in fp32
         largest = 4 * policy.hidden * policy.inner
     sync = {
-        "weights": case.shard("policy") + (1 + HOLES) * case.base("policy"),
-        "gathered weights": case.number * largest * copies,
+        "weights": case.shard("policy") + case.base("policy"),
+        "gathered weights": case.number * largest * copies + HOLES * case.base("policy"),
         "engine weights": case.engine_weights,
     }
     instants = [
