@@ -261,7 +261,7 @@ class Case:
     @property
     def shared(self) -> bool:
         """Whether one frozen base serves policy and critic (--lora)."""
-        return self.cfg.lora > 0 and not self.cfg.critic_model
+        return self.cfg.lora and not self.cfg.critic_model
 
     def shard(self, name: str) -> float:
         """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
