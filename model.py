@@ -770,8 +770,11 @@ def freeze(
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
             most = min(module.weight.shape)
-            found = f"--lora {rank} is above {most}, the smaller side of {name}"
-            require(rank <= most, found, f"--lora {most} or less")
+            require(
+                rank <= most,
+                f"--lora {rank} is above {most}, the smaller side of {name}",
+                f"--lora {most} or less",
+            )
             module.__class__ = FrozenLinear
             module.scale = alpha / rank
             model.linears[name.replace(".", "/")] = module
@@ -792,8 +795,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
         super().__init__()
-        vars(self).update(base=base, hidden_before=base.hidden_before)
-        self.config = base.config
+        vars(self).update(base=base, config=base.config, hidden_before=base.hidden_before)
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
         for name, linear in base.linears.items():

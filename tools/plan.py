@@ -313,7 +313,7 @@ class Case:
     @property
     def shared(self) -> bool:
         """Whether one frozen base serves policy and critic (--lora)."""
-        return self.cfg.lora > 0 and not self.cfg.critic_model
+        return self.cfg.lora and not self.cfg.critic_model
 
     def shard(self, name: str) -> float:
         """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
@@ -590,8 +590,7 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
-    of_root = 4 * root / case.shards * (not case.cfg.lora)
-    pieces = 4 * shape.layer + of_root + HOLES * kept
+    pieces = 4 * shape.layer + 4 * root / case.shards * (not case.cfg.lora) + HOLES * kept
     if case.shards == 1:
         return pieces + logits / 2
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -696,7 +695,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         largest = 4 * policy.hidden * policy.inner
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
-        "gathered weights": case.number * largest * copies,
+        "gathered weights": case.number * largest * copies + HOLES * case.base("policy"),
         "engine weights": case.engine_weights,
     }
     instants = [
