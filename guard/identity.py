@@ -225,7 +225,8 @@ def check_unchanged(
 
     saved: content of the checkpoint's state.json
     needed: what the user should do; it ends the error message"""
-    changes = differences(saved["read"], read)
+    # A setting that is newer than the checkpoint had its default value then.
+    changes = differences(settings(Config()) | saved["read"], read)
     require(not changes, f"{path} was saved with another config ({'; '.join(changes)})", needed)
 
 

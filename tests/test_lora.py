@@ -20,7 +20,7 @@ import model
 import train
 from configs import UserError, parse
 from guard.checks import case_of
-from guard.identity import weights_hash
+from guard.identity import check_unchanged, weights_hash
 from guard.start import load_models
 from log import Meter
 from tools import plan
@@ -263,6 +263,8 @@ def test_what_does_not_fit_the_adapters_of_a_run_is_refused(adapted, two_ranks, 
         ckpt.export(two_ranks[0], "last", tmp_path / "x", "adapter")
     with pytest.raises(UserError, match="--lora_alpha has no effect in this run; needed: --lora above 0"):
         parse(["tiny-ppo", "--lora_alpha", "8"])
+    with pytest.raises(UserError, match="lora: 0 -> 4"):  # the checkpoint is older than --lora
+        check_unchanged(out, {"read": {}}, {"lora": 4}, "")
     # one number in the middle of the base's file
     shutil.copytree(cfg.model, tmp_path / "other")
     file = tmp_path / "other/model.safetensors"
