@@ -101,7 +101,7 @@ def test_a_down_projection_that_does_not_store_its_input_has_the_same_gradients(
             product = act(inputs[0]) * inputs[1]
             count = len(stored)
             out = (linear(product) if kept else
-                   model.DownProjection.apply(product, act, *inputs, linear.weight, linear.bias))
+                   model.DownProjection.apply(act, *inputs, product, linear.weight, linear.bias))
         assert kept == any(x.data_ptr() == product.data_ptr() for x in stored[count:])
         results.append((out, *torch.autograd.grad(out, parameters, grad)))
     for got, want in zip(*results, strict=True):
