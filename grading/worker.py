@@ -278,7 +278,7 @@ def _import_function(spec, known):
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
     renames = [f"{name} to {OTHERS[name]}" for name in signature.parameters if name in OTHERS]
-    if renames and names is known:
+    if renames and names is known and "response" in known:
         raise TypeError(
             f"rename {', '.join(renames)}; a call has one response, and returns a float"
         )

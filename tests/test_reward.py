@@ -234,7 +234,7 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/mine.py:", r"no function ''\); needed: path/to/file.py:function"),
     ("{dir}/mine.py:scor", r"no function 'scor' \(did you mean score\?\)\); needed: path/to"),
     ("{dir}/bad.py:score", r"can't use .*bad.py, line 1"),
-    ("{dir}/verl.py:score", "missing a required argument: 'data_source'"),
+    ("{dir}/verl.py:score", "(missing a required argument: 'data_source'|rename solution_str to response)"),
     ("{dir}/any.py:score", "unexpected keyword argument"),
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
     ("{dir}/leaves.py:score", r"can't use /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
@@ -463,7 +463,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
     runs a program for each test of the row: the response with the test appended."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"def {name}" in x]
+    (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"\ndef {name}(" in x]
     code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=1")
     (tmp_path / "mine.py").write_text(code)
     rows = [json.loads(line) | column for line in open(base.data[0])]
