@@ -338,7 +338,7 @@ def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: An
     if segments.slots is not None:
         rows = TakeRows.apply(rows, segments.slots)
     cu_seqlens = segments.cu_seqlens if fused else None
-    blocks = segments.blocks or [(1, len(rows))]
+    blocks = segments.blocks or [(1, len(rows))]  # fused: all slots are one block
     outs = []
     for block, part in zip(blocks, rows.split([math.prod(b) for b in blocks]), strict=True):
         outs.append(_recur(net, part.unflatten(0, block), cu_seqlens).flatten(0, 1))
@@ -357,6 +357,7 @@ def _recur(net, rows, cu_seqlens):
     heads = net.num_v_heads
     mixed, beta, decay = rows.split([net.conv_dim, heads, heads], -1)
     if cu_seqlens is None:
+        # The convolution pads both ends, so its first outputs are the causal ones.
         mixed = F.silu(net.conv1d(mixed.mT)[..., : rows.shape[1]]).mT
         rule = _chunked_rule()
     else:
@@ -763,9 +764,10 @@ def freeze(
     """Turns a model without memory into a frozen base for adapters, with weights in `dtype`. Returns
     shard_fn(model). Raises UserError if the rank is above the smaller side of a matrix.
 
-    The forward pass of a base calls its first argument with the others. So every role computes inside FSDP's
-    hooks of the base (see Adapted)."""
+    After this, base(function, *args) returns function(*args). FSDP gathers the base's weights only inside
+    such a call, so each role passes its forward function to the base (see Adapted)."""
     # linears: such as "model/layers/0/mlp/up_proj" -> layer; nn.ModuleDict accepts no "." in a name
+    # vars: so that nn.Module does not register the layers once more
     vars(model).update(rank=rank, alpha=alpha, linears={})
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
@@ -795,6 +797,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
         super().__init__()
+        # vars: so that the base does not become a submodule. `hidden_before` is for Critic.forward.
         vars(self).update(base=base, config=base.config, hidden_before=base.hidden_before)
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
@@ -816,7 +819,7 @@ class Adapted(nn.Module):
         adapters into the base. They stay there, because recomputation in the backward pass needs them."""
         for name, linear in self.base.linears.items():
             vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
-        if self.score:
+        if self.score:  # self, because the critic's head is not the base's
             return self.base(Critic.forward, self, pack)
         return self.base(Policy.forward, self.base, pack, *temperature)
 
@@ -830,7 +833,7 @@ class Adapted(nn.Module):
                 a, b = self.adapters[key]
                 scale = self.base.alpha / self.base.rank
                 weight = weight.float().addmm(b, a, alpha=scale).to(weight.dtype)
-            if name.startswith("model.") or not self.score:
+            if name.startswith("model.") or not self.score:  # a critic has no LM head
                 yield name, weight
         if self.score:
             yield "score.weight", self.score.weight

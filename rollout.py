@@ -292,11 +292,11 @@ class Trajectories:
         return replace(extended(before, new), text=before.text + text)
 
     def _seed(self, s):
-        """Returns the seed of a response's environment, the same in all steps that a response is carried
-        through."""
+        """Returns the seed of a response's environment. With --carry, the seed stays the same when the
+        response continues in a later step."""
         key = self.key
         if self.cfg.carry and key[1] == TRAIN:
-            key = key[:2]  # a carried prompt_id is a number of the whole run
+            key = key[:2]  # without the step, because a prompt_id is unique in the whole run
         return random.Random(f"{key} {s.key}").getrandbits(48)
 
     def _complete(self, s):

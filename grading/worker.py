@@ -174,9 +174,10 @@ def _replied(value):
 
 
 def _take_turn(make, names, texts, **values):
-    """Returns the reply of a response's environment to the last of `texts`, the policy's turns so far. If no
-    environment here has read exactly the earlier turns, a new one reads them first: after a crash, or in a
-    later run. An environment is closed after its last reply, after an error, or if `texts` is empty.
+    """Returns the reply of a response's environment to the last of `texts`, the policy's turns so far. If
+    this worker has no environment with exactly these earlier turns (after a crash, or in a resumed run), it
+    makes one and replays the earlier turns first. An environment is closed after its last reply, after an
+    error, or if `texts` is empty.
 
     make: the user's class; names: its parameters, some of `values`. See Grader.ask"""
     seed = values["seed"]
@@ -555,8 +556,9 @@ class Grader(AbstractContextManager):
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.
-    env         the environment "FILE.py:FUNCTION" or "FILE.py:CLASS". After a crash calls are repeated, so
-                the result must depend only on the arguments (of a class: and on the earlier turns).
+    env         the environment "FILE.py:FUNCTION" or "FILE.py:CLASS". Calls are repeated after a crash.
+                So a function's result must depend only on its arguments. An object's result may also depend
+                on the earlier turns.
     say         prints what the Grader waits for
     stop        a list that a signal such as ctrl-C fills; then `results` stops waiting
 

@@ -226,9 +226,9 @@ def half_interval(values: Sequence[float]) -> float:
 
 
 def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
-    """Returns a head and a row for each recipe: the flags in which recipes differ, the number of runs, the
-    mean of the runs' last values of the metric, and the mean of their differences from the first recipe's
-    runs with the same seeds. A half 95 % interval is behind each mean."""
+    """Returns a header row, and a row for each recipe: the flags in which recipes differ, the number of runs,
+    the mean of the metric's last value, and the mean difference from the first recipe (pairs of equal seeds).
+    After each mean comes half of its 95 % interval."""
     rows = [["recipe", "runs", metric, "± 95 %", "minus the first", "± 95 %"]]
     groups = recipes(runs)
     flags = [set(_flags(group[0]).items()) for group in groups]
@@ -386,7 +386,7 @@ def report_on(
     runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None, metric: str = ""
 ) -> None:
     """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
-    draw their curves in one picture, and print their summaries side by side, and a table.
+    print a comparison and a table. Write their curves to --out, or the table if --out ends in .csv or .tex.
 
     Args:
         runs: folders of runs (train.py's --out); if none is given, the current folder
