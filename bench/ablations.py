@@ -597,7 +597,7 @@ def picture(runs: Runs, to: Path) -> None:
         for name in ("ppo", "grpo"):
             curves = [row["rewards"] for row in runs[task, name].values() if len(row["rewards"]) == STEPS]
             steps, columns = range(STEPS), list(zip(*curves, strict=True))
-            (line,) = axis.plot(steps, [fmean(c) for c in columns], label=f"{name}, {len(curves)} seeds")
+            (line,) = axis.plot(steps, [fmean(c) for c in columns], label=f"{name}, {len(curves)} runs")
             axis.fill_between(steps, [min(c) for c in columns], [max(c) for c in columns],
                               color=line.get_color(), alpha=0.2)
         axis.legend()
