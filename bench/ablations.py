@@ -572,8 +572,8 @@ def report(runs: Runs) -> str:
         "- `steps to threshold`: the first step with the mean reward that TASKS in bench/ablations.py names.",
         "- A difference is a mean over pairs of runs with the same base model and seed.",
         "- ± is half of a 95 % interval. Without a real difference, one interval in 20 excludes 0.",
-        "- A task may have several base models. On countdown, ppo's older variants have another one than grpo's; "
-        "kl-loss-0.1 has a newer one on each task. ppo and grpo have runs with several.",
+        "- A task may have several base models. On countdown, ppo's older variants have another one than "
+        "grpo's; kl-loss-0.1 has a newer one on each task. ppo and grpo have runs with several.",
 
         *NAMES, "## Claims", "",
         "The verdict is `can't tell` if the 95 % interval contains 0, or with fewer than 3 pairs.", "",
