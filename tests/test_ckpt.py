@@ -282,11 +282,10 @@ def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
 
 
 def test_a_stall_ends_every_rank_with_its_stack(base, tmp_path, capfd):
-    began = time.monotonic()
     processes, _ = start_ranks(2, ranks.stalled)
     for p in processes:
         p.join(120)
-    assert [p.exitcode for p in processes] == [1, 1] and time.monotonic() - began < 100
+    assert [p.exitcode for p in processes] == [1, 1]
     said = capfd.readouterr().err
     assert all(f"rank {r}: stalled" in said for r in (0, 1)) and "phase grading took more" in said
     assert re.search(r"^rank 1: .*/ranks.py\", line \d+ in hang$", said, re.MULTILINE)

@@ -447,13 +447,12 @@ def test_a_lock_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
     holder = FolderLock(tmp_path / "run/lock")
     holder.claim()
-    began = time.monotonic()
     done = subprocess.run([sys.executable, "-X", "importtime", f"{ROOT}/train.py", "tiny-ppo", "--ranks", "2",
                            "--model", tiny, "--data", *base.data, "--out", f"{tmp_path}/run"],
                           capture_output=True, text=True, timeout=60)
     holder.release()
     assert f"run is in use by process {os.getpid()} on " in done.stderr.splitlines()[-1]
-    assert "| torch\n" not in done.stderr and time.monotonic() - began < 15
+    assert "| torch\n" not in done.stderr
 
 
 # --- signals and hosts

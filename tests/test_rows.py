@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-import time
 import tracemalloc
 from collections import Counter
 from contextlib import nullcontext
@@ -694,7 +693,7 @@ def test_choices_of_other_formats_are_read_or_named(line, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["jsonl", "json", "parquet"])
-def test_copied_rows_cost_little(form, tokenizer, tmp_path):
+def test_copied_rows_cost_little(form, tokenizer, tmp_path, monkeypatch):
     """Of 40 copies of 300 rows, only the first is read as a problem."""
     path, told = tmp_path / f"d.{form}", []
     made = [{"prompt": [{"role": "user", "content": f"{i} " + "x y " * 80}], "id": f"uuid-{i}",
@@ -704,18 +703,12 @@ def test_copied_rows_cost_little(form, tokenizer, tmp_path):
     else:
         text = "\n".join(map(json.dumps, made)) if form == "jsonl" else json.dumps(made)
         path.write_text(text)
-    each, seconds = [], []
-    for _ in range(2):
-        began = time.process_time()
-        for _, row in rows.read_rows(str(path)):
-            rows.problem_of(row, "row 1")
-        each.append(time.process_time() - began)
-        began = time.process_time()
-        problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < min(each) * 0.8
-    assert len(problems) == 300 and "dropped 11700 repeated rows" in told[-1]
+    read, problem_of = [], rows.problem_of
+    monkeypatch.setattr(rows, "problem_of", lambda row, *rest: read.append(row) or problem_of(row, *rest))
+    problems = data.load_problems([str(path)], tokenizer, CFG, told.append)
+    assert len(problems) == 300 and len(read) in (300, 301) and "dropped 11700 repeated rows" in told[-1]
     if form == "jsonl":
+        monkeypatch.undo()
         tracemalloc.start()
         data.load_problems([str(path)], tokenizer, CFG, told.append)
         assert tracemalloc.get_traced_memory()[1] < 4e6
