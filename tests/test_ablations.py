@@ -97,6 +97,17 @@ def test_fewer_than_three_pairs_of_runs_tell_nothing():
         assert ablations.verdict(ablations.estimate(few), 1) == "can't tell"
 
 
+def test_the_best_rate_is_that_of_the_common_runs_and_a_margin_is_kept():
+    runs = {("chain", v): {("a", i): row(x) for i in range(3)}
+            for v, x in zip(ablations.RATES["full-best"], (0.5, 0.6, 0.4), strict=True)}
+    runs["chain", "grpo"]["b", 0] = row(1.0)
+    best = ablations.with_best(runs)["chain", "full-best"]
+    assert {key: r["accuracy"] for key, r in best.items()} == {("a", i): 0.6 for i in range(3)}
+    few = ablations.estimate([-0.02, -0.03, -0.025])
+    assert ablations.verdict(few, 1, 0.05) == "agrees" and ablations.verdict(few, 1) == "**disagrees**"
+    assert ablations.verdict(few, 1, 0.02) == "**disagrees**"
+
+
 def test_a_run_that_loses_half_of_its_reward_or_stops_has_collapsed():
     up, down = [i / 20 for i in range(20)], [i / 20 for i in range(10)] + [0.1] * 10
     assert not ablations.collapsed(row(0.9, up)) and ablations.collapsed(row(0.1, down))
@@ -134,7 +145,9 @@ def test_every_variant_is_a_config_and_every_claim_has_its_variants():
             assert key != ablations.key_of(dataclasses.replace(cfg, policy_lr=1e-5), variant)
             assert (task, key) not in seen, name  # no two variants may have the same settings
             seen.add((task, key))
-    assert all({c.variant, c.reference} <= set(ablations.CORE) for c in ablations.CLAIMS)
+    known = ablations.CORE.keys() | ablations.RATES.keys()
+    assert all({c.variant, c.reference} <= known for c in ablations.CLAIMS)
+    assert {v for rates in ablations.RATES.values() for v in rates} <= variants.keys()
 
 
 @pytest.fixture
