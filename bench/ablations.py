@@ -408,7 +408,7 @@ Runs = dict[tuple[str, str], dict[tuple[str, int], dict]]  # (task, variant) -> 
 
 def with_best(runs: Runs) -> Runs:
     """Returns the runs, and those of each name of RATES. Rates are compared by their mean accuracy over the
-    base models and seeds that all of them have."""
+    base models and seeds that all of them have; the best one may have more seeds."""
     found = dict(runs)
     for name, variants in RATES.items():
         for task in TASKS:
@@ -416,7 +416,7 @@ def with_best(runs: Runs) -> Runs:
             common = set.intersection(*map(set, rates))
             best = max(rates, key=lambda rows: sum(rows[key]["accuracy"] or 0.0 for key in common))
             if common:
-                found[task, name] = {key: best[key] for key in common}
+                found[task, name] = best
     return found
 
 
