@@ -12,6 +12,7 @@ Only tested versions of vLLM are accepted. Other versions may not restore the wh
 import os
 import warnings
 from array import array
+from functools import partial
 
 import numpy as np
 import torch
@@ -204,13 +205,16 @@ def _import_vllm():
         "pip install -r requirements.txt, or --engine torch",
         ImportError,
     ):
-        from vllm import LLM, __version__
+        from vllm import LLM, SamplingParams, __version__
     tested = ".".join(__version__.split(".")[:2]) in VERSIONS
     require(
         tested or "TORZ_ANY_VLLM" in os.environ,
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
+    # vLLM's start compiles the kernels that these parameters need. Its default needs all kernels of sampling,
+    # which takes 30 CPU seconds.
+    SamplingParams.for_sampler_warmup = partial(SamplingParams, temperature=0.7, seed=0, logprobs=0)
     return LLM
 
 
