@@ -74,12 +74,12 @@ def of_transformers(path: str, samples: list[data.Sample], dtype: torch.dtype, d
 
 
 def errors(found: tuple, wanted: tuple, mask: Tensor, prefix: str) -> dict[str, float]:
-    gap = (found[0] - wanted[0])[mask]
+    gap = (found[0] - wanted[0]).cpu()[mask.cpu()]  # on the host: a stub CUDA device can't select
     names = found[1].keys() & wanted[1].keys()
     square = sum(float((found[1][n] - wanted[1][n]).pow(2).sum()) for n in names)
     norm = sum(float(wanted[1][n].pow(2).sum()) for n in names)
     figures = {"logp_rms": float(gap.pow(2).mean().sqrt()), "logp_max": float(gap.abs().max()),
-               "grad_error": (square / norm) ** 0.5}
+               "grad_error": (square / norm) ** 0.5 if norm else float("nan")}
     return {prefix + name: float(f"{x:.4g}") for name, x in figures.items()}
 
 
