@@ -74,12 +74,12 @@ def of_transformers(path: str, samples: list[data.Sample], dtype: torch.dtype, d
 
 
 def errors(found: tuple, wanted: tuple, mask: Tensor, prefix: str) -> dict[str, float]:
-    gap = (found[0] - wanted[0])[mask]
+    gap = (found[0] - wanted[0]).cpu()[mask.cpu()]  # on the host: a stub CUDA device can't select
     names = found[1].keys() & wanted[1].keys()
     square = sum(float((found[1][n] - wanted[1][n]).pow(2).sum()) for n in names)
     norm = sum(float(wanted[1][n].pow(2).sum()) for n in names)
     figures = {"logp_rms": float(gap.pow(2).mean().sqrt()), "logp_max": float(gap.abs().max()),
-               "grad_error": (square / norm) ** 0.5}
+               "grad_error": (square / norm) ** 0.5 if norm else float("nan")}
     return {prefix + name: float(f"{x:.4g}") for name, x in figures.items()}
 
 
@@ -99,7 +99,7 @@ def compare(name: str, path: str, samples: list[data.Sample], recompute: int,
 def main() -> None:
     args = arguments(__doc__, shapes=("0.5b-4", "7b-2"), families=tuple(families.MODELS))
     torch.backends.cuda.matmul.allow_tf32 = False
-    world = dist.init()
+    world, failed = dist.init(), False
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
             size, layers = shape.split("-")
@@ -108,9 +108,13 @@ def main() -> None:
                 compare(shape, path, make_samples(40000, 6, 4, 300, 700), recompute, world)
                 torch.cuda.empty_cache()
         for name in args.families:
-            compare(name, families.make(Path(folder), name), make_samples(90, 8, 3, 40, 60), 0, world)
+            try:
+                compare(name, families.make(Path(folder), name), make_samples(90, 8, 3, 40, 60), 0, world)
+            except Exception as e:  # such as a missing package: the other families are still compared
+                say({"bench": "numerics", "name": name, "error": f"{type(e).__name__}: {e}"})
+                failed = True
     sys.stdout.flush()
-    os._exit(0)  # NCCL's threads may not end
+    os._exit(failed)  # NCCL's threads may not end
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def test_the_last_line_names_the_rank_that_was_killed(tmp_path):  # the ranks ar
 def test_a_vllm_that_was_not_tested_is_refused_with_its_version(version, fits, monkeypatch):
     """An empty module replaces vLLM."""
     vllm = types.ModuleType("vllm")
-    vllm.__version__, vllm.LLM = version, object
+    vllm.__version__, vllm.LLM, vllm.SamplingParams = version, object, type("Empty", (), {})
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.delenv("TORZ_ANY_VLLM", raising=False)
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):

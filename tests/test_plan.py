@@ -252,6 +252,17 @@ def test_batches_and_hours_of_orz_7b():
         assert n == pytest.approx(sum(item[phase] for item in items))
 
 
+def test_a_gpu_is_known_by_a_whole_word_of_its_name_and_by_its_memory():
+    for device, gib, name in [
+            ("NVIDIA H100 80GB HBM3", 79.1, "H100"), ("NVIDIA H200", 139.8, "H200"),
+            ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80"), ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
+            ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"), ("NVIDIA GeForce RTX 4090", 23.5, "4090")]:
+        found = plan.gpu_of(device, gib * GIB)
+        assert found == plan.GPUS[name]._replace(name=device), device
+    for other in ("NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200"):
+        assert plan.gpu_of(other, GIB) == plan.GPU(other, GIB)
+
+
 def test_seconds_scale_as_their_formulas_do():
     def phases(*argv, **how):
         return plan.seconds(case("orz-7b", "--offload", "off", *argv, **how), 256, 2000)

@@ -100,13 +100,12 @@ GPUS = {
 
 def gpu_of(device: str, memory: float) -> GPU:
     """Returns a GPU with the name `device`, which the driver reports, and with `memory` bytes. Its speeds are
-    those of the GPU in GPUS whose name before "-" occurs in `device`. Without such a GPU, the speeds
-    are 0."""
-    for name, gpu in GPUS.items():
-        kind, _, _ = name.partition("-")
-        if kind in device:
-            return gpu._replace(name=device, memory=memory)
-    return GPU(device, memory)
+    those of the GPU in GPUS whose name before "-" is a word of `device`; if there are several, of the one
+    with the most similar memory. Without such a GPU, the speeds are 0."""
+    words = device.replace("-", " ").split()
+    known = [gpu for name, gpu in GPUS.items() if name.partition("-")[0] in words]
+    nearest = min(known, key=lambda gpu: abs(gpu.memory - memory), default=GPU("", 0))
+    return nearest._replace(name=device, memory=memory)
 
 
 # --- the model
