@@ -335,8 +335,10 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
         yield pack
     reshard_all(model.base)
     if model.base is not model:
-        for p in model.parameters():
-            td.all_reduce(p.grad)
+        grads = [p.grad for p in model.parameters()]
+        flat = nn.utils.parameters_to_vector(grads)
+        td.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat, grads)
 
 
 def reshard_all(model: nn.Module) -> None:
