@@ -335,8 +335,10 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
         yield pack
     reshard_all(model.base)
     if model.base is not model:
-        for p in model.parameters():
-            td.all_reduce(p.grad)
+        grads = [p.grad for p in model.parameters()]
+        flat = nn.utils.parameters_to_vector(grads)
+        td.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat, grads)
 
 
 def reshard_all(model: nn.Module) -> None:
@@ -523,11 +525,6 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
     dcp.load(state, storage_reader=_reader(folder))
 
 
-def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
-    """Scale the gradients to a norm of at most `limit`. Returns the unscaled norm, the same on all ranks."""
-    return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
-
-
 # --- numbers and samples
 
 
@@ -680,8 +677,7 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
         file = log.out / f"profile_{step:06d}.json"
         profiler.export_chrome_trace(f"{file}")
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-        averages = profiler.key_averages()
-        table = averages.table(sort_by=f"self_{device}_time_total", row_limit=10)
+        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10)
         log.say(f"{table}\ntrace of step {step}: {file}")
 
 

@@ -716,7 +716,8 @@ def update(
     meter.add(f"lr/{role.name}", lr, 1)
     for group in role.optimizer.param_groups:
         group["lr"] = lr
-    norm = dist.clip_grad_norm(role.model, cfg.grad_clip)
+    # the norm before clipping, the same on all ranks
+    norm = dist.whole(nn.utils.clip_grad_norm_(role.model.parameters(), cfg.grad_clip))
     finite = bool(norm.isfinite())
     if finite:
         role.skipped = 0

@@ -100,7 +100,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, packs: list
             v = model(p)
             loss = ppo.value_loss(v, v.detach(), p.rewards, p.mask, count, 0.2)
         loss.backward()
-    dist.clip_grad_norm(model, 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 

@@ -1,6 +1,7 @@
 """Tests of adapters (--lora): against PEFT, against models with merged weights, and in whole runs."""
 
 import dataclasses
+import hashlib
 import shutil
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ import families
 import pytest
 import ranks
 import torch
-from conftest import make_model, maths, run, run_ranks
+from conftest import Operations, make_model, maths, run, run_ranks
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
@@ -18,7 +19,8 @@ import data
 import dist
 import model
 import train
-from configs import UserError, parse
+from configs import UserError, parse, short_hash
+from guard import identity
 from guard.checks import case_of
 from guard.identity import check_unchanged, weights_hash
 from guard.start import load_models
@@ -134,11 +136,15 @@ def gradients(cfg, samples) -> dict[str, torch.Tensor]:
     minibatches = train.estimate_advantages(critic, minibatches, cfg, meter)
     packs = train.updates_of(minibatches, 1)[0]
     assert len(packs) > 1
+    denominators = train.counts(packs)
+    sums = Operations(lambda op: "allreduce_" in op.name())
     for role, loss in ((policy, train.policy_pack_loss), (critic, train.critic_pack_loss)):
-        for p in dist.accumulate(role.model, packs):
-            loss(role.model, p, *train.counts(packs), cfg, meter).backward()
+        with sums:
+            for p in dist.accumulate(role.model, packs):
+                loss(role.model, p, *denominators, cfg, meter).backward()
         out |= {f"{role.name}.{n}": ranks.full(q.grad) for n, q in role.model.named_parameters()}
     if cfg.lora:
+        assert sums.counts[True] == 2  # the gradients of all adapters of a role are summed at once
         assert all(map(torch.equal, before, [dist.local(q) for q in policy.model.base.parameters()]))
     return out
 
@@ -199,6 +205,25 @@ def bases(cfg):
     found = dict(dist.full_weights(roles[1].model))
     assert "lm_head.weight" not in found
     return [len({id(role.model.base) for role in roles}), found["score.weight"].tolist()]
+
+
+def hashed(path: str) -> tuple[str, list[str]]:
+    """Returns the base's hash, and the names of the files that this rank has read for it."""
+    dist.init("cpu", "float32")
+    read, digest = [], identity.hashlib.file_digest
+    identity.hashlib.file_digest = lambda f, kind: read.append(Path(f.name).name) or digest(f, kind)
+    return weights_hash(path), read
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_ranks_of_a_machine_share_the_files_of_a_hash(world, tmp_path):
+    names = [f"{i}.safetensors" for i in range(3)]
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(bytes([i]) * 1000)
+    digests = [hashlib.sha256((tmp_path / name).read_bytes()).digest() for name in names]
+    found = run_ranks(world, hashed, str(tmp_path))
+    assert {value for value, _ in found} == {short_hash(b"".join(digests))}
+    assert [read for _, read in found] == [names[rank::world] for rank in range(world)]
 
 
 # --- runs

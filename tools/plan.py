@@ -1110,7 +1110,8 @@ def engine_choice(case: Case) -> str:
     if not case.timed:
         return ""
     cfg = case.cfg
-    engines = ["vllm"] if cfg.tp > 1 else ["vllm", "torch"]
+    # The torch engine has neither tensor parallelism nor recurrent states.
+    engines = ["vllm"] if cfg.tp > 1 or case.state_bytes else ["vllm", "torch"]
     times = []
     for engine in engines:
         planned = replace(case, cfg=replace(cfg, engine=engine))

@@ -1,7 +1,7 @@
 """Runs PPO and then GRPO on a stub CUDA device, which counts memory and computes nothing. train.py's `main`
 and vLLM are the real ones.
 
-    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--layers 24] [--work DIR]
+    PYTHONPATH=NULLGPU sh NULLGPU/run.sh python -m bench.nullgpu.run [--size 0.5b] [--layers 24] [--work DIR]
 
 bench/nullgpu/trainer.py explains NULLGPU. For each algorithm, one process makes two steps, saves and exports.
 A second process resumes and makes two more steps. With 24 layers PPO takes 27 GiB of host memory, and GRPO
@@ -173,7 +173,8 @@ def one_process(argv: list[str]) -> None:
 def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
     argv = [PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
             "--steps", str(steps), *FLAGS]
-    say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "layers": args.layers})
+    say({"run": algo, "to_step": steps, "flags": " ".join(argv[:1] + FLAGS), "size": args.size,
+         "layers": args.layers})
     command = [sys.executable, "-m", "bench.nullgpu.run", "--one", *argv]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -188,10 +189,10 @@ def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) 
 
 
 def main() -> None:
-    args = arguments(__doc__, layers=24, algo=("ppo", "grpo"), work="")
+    args = arguments(__doc__, size="0.5b", layers=24, algo=("ppo", "grpo"), work="")
     work = Path(args.work or tempfile.mkdtemp())
     say({"bench": "nullgpu-run", "torch": torch.__version__, "device": torch.cuda.get_device_name()})
-    model, good = build(str(work / "model"), "0.5b", layers=args.layers), True
+    model, good = build(str(work / "model"), args.size, layers=args.layers), True
     for algo in args.algo:
         good &= run(algo, 2, args, model, work / algo) and run(algo, 4, args, model, work / algo)
         shutil.rmtree(work / algo / "ckpt", ignore_errors=True)
