@@ -80,8 +80,8 @@ from guard.watch import handle_signals, report_crash
 from log import Logger, Meter, measure_samples
 from rollout import (
     TRAIN,
+    Sampling,
     mean,
-    part_names,
     rollout,
     sample_row,
     score_sets,
@@ -247,7 +247,8 @@ def sample_step(
     else:
         batch = batch_at(run.problems, step, cfg, run.solved)
         samples, carried = draw(run, dict(enumerate(batch)), (step,))
-    measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
+    names = [term.name for term in terms_of(cfg)]
+    measure_samples(meter, samples, names, cfg.env != "", cfg.samples_per_prompt)
     if cfg.skip_solved:
         meter.add("solved", len(run.solved), len(run.problems))
     if dist.stop_requested():  # the samples are not complete
@@ -301,19 +302,10 @@ def draw(
     cfg = run.cfg
     step = key[0]
     n = cfg.samples_per_prompt
+    seeds = (cfg.seed, TRAIN, *key)
+    sampling = Sampling(n, cfg.temperature, cfg.max_response_len, seeds, step)
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
-        samples, left = rollout(
-            run.engine,
-            run.grader,
-            problems,
-            n,
-            cfg.temperature,
-            cfg.max_response_len,
-            (cfg.seed, TRAIN, *key),
-            step,
-            bar.update,
-            carried,
-        )
+        samples, left = rollout(run.engine, run.grader, problems, sampling, bar.update, carried)
     dist.together(run.grader.check)
     if cfg.skip_solved:
         solved = []
@@ -405,26 +397,22 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     if cfg.advantage == "group_mean_over_mean":
         found = "--advantage group_mean_over_mean with a negative score"
         dist.together(require, bool((scores >= 0).all()), found, "rewards from 0")
-    advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
+    else:
+        advantages = grpo.group_advantages(scores, cfg.advantage)
+    advantages = advantages.flatten()
     keep = torch.ones(len(samples), dtype=torch.bool)
     if cfg.drop_uniform:
         keep = grpo.keep_groups(scores).repeat_interleave(n)
-    advantages = advantages.flatten()
     if cfg.advantage in ("group_mean_batch_std", "group_each_std"):
         kept = advantages[keep]
         sums = torch.stack([keep.sum(), (kept * kept).sum()])
         advantages /= grpo.batch_std(dist.all_sum(sums))
-    return [
-        replace(s, advantage=a, in_loss=s.in_loss and k)
-        for s, a, k in zip(
-            samples,
-            advantages.tolist(),
-            keep.tolist(),
-            strict=True,
-        )
-    ]
+    found = []
+    for s, advantage, kept in zip(samples, advantages.tolist(), keep.tolist(), strict=True):
+        found.append(replace(s, advantage=advantage, in_loss=s.in_loss and kept))
+    return found
 
 
 def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
@@ -464,10 +452,8 @@ def make_packs(
         samples = add_prompt_shares(samples, layout, prompts, in_loss)
     version = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
     keys = [number[s.key] for s in samples]
-    minibatches = []
-    for parts in dist.balance(samples, keys, layout):
-        packs = [pack(part, version).to(world.device) for part in parts]
-        minibatches.append(packs)
+    minibatches = dist.balance(samples, keys, layout)
+    minibatches = each(minibatches, lambda part: pack(part, version).to(world.device))
     packs = [p for p in chain(*minibatches) if p.responses]
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
@@ -503,8 +489,12 @@ def add_prompt_shares(
     return [replace(s, prompt_share=float(share[s.prompt_id])) for s in samples]
 
 
-def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    return [[f(p) for p in minibatch] for minibatch in minibatches]
+def each(minibatches: list[list], f: Callable) -> Minibatches:
+    """Returns the minibatches with f(p) in place of each pack p."""
+    changed = []
+    for packs in minibatches:
+        changed.append([f(p) for p in packs])
+    return changed
 
 
 @torch.no_grad()
@@ -540,11 +530,10 @@ def estimate_advantages(
             kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
-        measured = {}
         if critic:
             measured = {"values": v, "returns": returns, "value_error": returns - v}
-        for name, x in measured.items():
-            meter.add_values(name, x[p.loss_tokens])
+            for name, x in measured.items():
+                meter.add_values(name, x[p.loss_tokens])
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
@@ -625,14 +614,7 @@ def critic_pack_loss(
 
     tokens: number of tokens in the loss of the whole update
     responses: not used, but `train_role` passes the same arguments to both losses"""
-    loss = ppo.value_loss(
-        model(p),
-        p.values,
-        p.returns,
-        p.mask,
-        tokens,
-        cfg.value_clip,
-    )
+    loss = ppo.value_loss(model(p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
@@ -653,9 +635,10 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    seen = (old, p.engine_logp, p.mask, segment)
     bounds = (cfg.mismatch, *cfg.mismatch_bounds)
-    weight, cut = grpo.mismatch_weight(*seen, *bounds, logp, p.advantages)
+    weight, cut = grpo.mismatch_weight(
+        old, p.engine_logp, p.mask, segment, *bounds, logp, p.advantages
+    )
     correction = 1.0 if cfg.mismatch == "none" else weight
     weights = p.mask / tokens
     ratio = "token"
@@ -663,9 +646,10 @@ def policy_pack_loss(
         ratio = cfg.ratio
         sizes = (tokens, responses, cfg.max_response_len)
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, *sizes, p.prompt_share)
-    inputs = (logp, old, p.advantages, p.mask, segment, weights)
     clip = (cfg.clip_low, cfg.clip_high)
-    loss, clipped = grpo.policy_loss(*inputs, ratio, *clip, correction, p.engine_logp)
+    loss, clipped = grpo.policy_loss(
+        logp, old, p.advantages, p.mask, segment, weights, ratio, *clip, correction, p.engine_logp
+    )
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,
