@@ -11,12 +11,10 @@ A run has two dicts of facts, name -> value, such as a hash:
     check_unchanged   with a checkpoint, when a run is resumed or starts from the checkpoint
     check_base        with a checkpoint, when a model is exported"""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -103,13 +101,13 @@ def model_facts(
     lora: int = 0,
 ) -> Facts:
     """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash, the
-    end tokens, and with --lora the hash of the base, because checkpoints have only the adapters."""
+    end tokens, and with --lora the base's weights, because checkpoints have only the adapters."""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
     facts["end tokens"] = sorted(eos_ids(path, tokenizer, config))
     if lora:
-        facts["base"] = weights_hash(path)
+        facts["base"] = folder_fingerprint(path, WEIGHTS)
     return {f"{who}'s {name}": value for name, value in facts.items() if name not in NO_SETTINGS}
 
 
@@ -169,16 +167,6 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = MODEL_FILES) -> str:
                     f.seek(at)
                     blocks.append(f.read(4096))
     return short_hash(b"".join(blocks))
-
-
-@cache  # one base may serve three roles
-def weights_hash(path: str) -> str:
-    """Returns a hash of all bytes of a folder's weight files. Reads about 1 GB/s."""
-    hashes = b""
-    for file in dist.weight_files(path):
-        with file.open("rb") as f:
-            hashes += hashlib.file_digest(f, "sha256").digest()
-    return short_hash(hashes)
 
 
 # --- the comparisons

@@ -20,7 +20,7 @@ import model
 import train
 from configs import UserError, parse
 from guard.checks import case_of
-from guard.identity import check_unchanged, weights_hash
+from guard.identity import WEIGHTS, check_unchanged, folder_fingerprint
 from guard.start import load_models
 from log import Meter
 from tools import plan
@@ -206,18 +206,17 @@ def bases(cfg):
 
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
-    """Returns config, folder, metrics and exported weights of a run on 2 ranks, and the base's first hash."""
+    """Returns config, folder, metrics and exported weights of a run on 2 ranks, the base's fingerprint."""
     out = tmp_path_factory.mktemp("lora") / "a"
     cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20)
-    before = weights_hash(cfg.model)
+    before = folder_fingerprint(cfg.model, WEIGHTS)
     return cfg, out, *run(cfg, out, ranks=2), before
 
 
 def test_a_resumed_run_equals_one_never_stopped_and_the_base_stays(adapted, tmp_path):
     """An epoch has 2 steps, so the reference gets the policy's adapters at the end of steps 1 and 3."""
     cfg, out, rows, policy, before = adapted
-    weights_hash.cache_clear()
-    assert weights_hash(cfg.model) == before and rows[2]["kl"] != rows[1]["kl"] > 0
+    assert folder_fingerprint(cfg.model, WEIGHTS) == before and rows[2]["kl"] != rows[1]["kl"] > 0
     again = dataclasses.replace(cfg, resume=f"{out}/ckpt/step_000002")
     others, same = run(again, tmp_path / "b", ranks=2)
     assert maths(others) == maths(rows[2:])
