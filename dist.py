@@ -534,7 +534,8 @@ def clip_grad_norm(model: nn.Module, limit: float) -> Tensor:
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
     """Returns the sum (or reduction `op`) of x over all ranks."""
     x = x.clone()
-    td.all_reduce(x, op)
+    if td.is_initialized():
+        td.all_reduce(x, op)
     return x
 
 

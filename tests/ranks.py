@@ -102,7 +102,7 @@ def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tenso
                 for p in accumulate(role.model, packs):
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
-    metrics = meter.reduce(dist.all_sum, dist.all_max)
+    metrics = meter.reduce()
     return out | {"metrics": metrics, "packs": len(packs),
                   "sent": [sent.counts[kind] for kind in ("allgather", "allreduce")]}
 

@@ -122,7 +122,7 @@ def test_metrics_tell_sampled_tokens_from_all():
     samples, meter = with_gaps(2), Meter()
     measure_samples(meter, samples, [], turns=True)
     sampled = [int(s.is_sampled.sum()) for s in samples]
-    found = meter.reduce(lambda x: x, lambda x: x)
+    found = meter.reduce()
     assert found["response_len"] == np.mean([len(s.ids) for s in samples]) > np.mean(sampled)
     assert found["response_len/sampled"] == np.mean(sampled)
     assert found["turns"] == np.mean([s.turns for s in samples]) > 1
@@ -312,7 +312,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
         assert s.reason == (reason if first.stopped else "truncated")
     meter = Meter()
     measure_samples(meter, samples, [], turns=True)
-    found = meter.reduce(lambda x: x, lambda x: x)
+    found = meter.reduce()
     assert found[f"grade/{reason}"] == np.mean([s.stopped for s in firsts])
 
 
