@@ -281,8 +281,7 @@ def draw_and_carry(
     ages = [step - s.token_versions[s.is_sampled] for s in samples]
     ages = np.concatenate([np.zeros(0), *ages])
     meter.add_mean_and_max("staleness", torch.from_numpy(ages))
-    drawn = {s.prompt_id for s in samples}
-    numbers = sorted(set(dist.gather_all(drawn)))
+    numbers = sorted(set(dist.gather_all(s.prompt_id for s in samples)))
     samples = [replace(s, prompt_id=numbers.index(s.prompt_id)) for s in samples]
     return [problems[number] for number in numbers], samples, left
 
@@ -328,10 +327,16 @@ def resample(
     2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new batch
     and this rank's samples."""
     cfg = run.cfg
-    uniform = uniform_prompts(samples)
-    for round in range(1, cfg.resample_rounds + 1):
-        if not uniform:
+    round = 0
+    while uniform := uniform_prompts(samples):
+        if round == cfg.resample_rounds:
+            run.log.alarm(
+                f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
+                f"{round} rounds (--resample_rounds): these prompts are too "
+                "easy or too hard for the policy"
+            )
             break
+        round += 1
         others = replacement_batch(run.problems, step, round, cfg, run.solved)
         batch = [others[i] if i in uniform else problem for i, problem in enumerate(batch)]
         problems = {i: batch[i] for i in uniform}
@@ -340,13 +345,6 @@ def resample(
             return batch, samples
         kept = [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(kept + drawn, key=lambda s: s.key)
-        uniform = uniform_prompts(samples)
-    if uniform:
-        run.log.alarm(
-            f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
-            f"{cfg.resample_rounds} rounds (--resample_rounds): these prompts are too "
-            "easy or too hard for the policy"
-        )
     return batch, samples
 
 
@@ -761,7 +759,7 @@ def step_metrics(
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
-        m = meter.reduce(dist.all_sum, dist.all_max)
+        m = meter.reduce()
 
     variance = meter.variances
     m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
