@@ -239,20 +239,9 @@ def load_problems(
             ids = encode(row.turns, f"{path} row {number}")
             if ids is None or len(ids) > limit:
                 too_long += 1
-                continue
-            problems.append(
-                Problem(
-                    row.text,
-                    tuple(ids),
-                    row.answer,
-                    row.kind,
-                    row.dataset,
-                    path,
-                    number,
-                    len(problems),
-                    row.fields,
-                )
-            )
+            else:
+                problem = _problem(row, ids, path, number, len(problems))
+                problems.append(problem)
     files = ", ".join(paths)
     require(
         len(problems) > 0,
@@ -264,6 +253,20 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
+
+
+def _problem(row, ids, path, number, index):
+    return Problem(
+        row.text,
+        tuple(ids),
+        row.answer,
+        row.kind,
+        row.dataset,
+        path,
+        number,
+        index,
+        row.fields,
+    )
 
 
 def _new_rows(path, seen, cfg, keep_fields):
