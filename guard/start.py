@@ -183,7 +183,7 @@ def with_checkpoint(
     path: Path | None,
     resumes: bool,
 ) -> tuple[Config, Facts]:
-    """Returns the config of a run that reads the checkpoint `path`, and the checkpoint's state.json, or NEW if
+    """Returns the config of a run that reads the checkpoint `path`, and its state.json, or NEW if
     the run does not resume. path, resumes: the results of `checkpoint_of`"""
     if not resumes:
         return replace(cfg, start_from=str(path or "")), NEW
