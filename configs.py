@@ -26,7 +26,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
@@ -815,10 +815,12 @@ KV_PAGE = (
 # --- the command line
 
 
-def nearest(word: str, choices: Sequence[str]) -> str:
-    """Returns ` (did you mean X?)` for the most similar choice X; "" if no choice is similar."""
-    close = difflib.get_close_matches(word, choices, 1, 0.7)
-    return f" (did you mean {close[0]}?)" if close else ""
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns ` (did you mean X or Y?)` for the choices that begin with `word`, or for the most similar
+    choice; "" if no choice is similar."""
+    close = [choice for choice in choices if word and choice.startswith(word)]
+    close = close or difflib.get_close_matches(word, choices, 1, 0.7)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 def given_flags(argv: Sequence[str]) -> list[str]:
@@ -838,9 +840,6 @@ def hint(flag: str, known: Sequence[str]) -> str:
             return f" (did you mean {names[0]}?)"
         if word in names and line.count("|") == 3:  # a row of the table of settings that torz lacks
             return f" ({line.split('|')[2].strip()})"
-    starts = [name for name in known if name.startswith(word)]
-    if starts:
-        return f" (did you mean --{' or --'.join(starts)}?)"
     return nearest(f"--{word}", [f"--{name}" for name in known])
 
 
@@ -895,7 +894,7 @@ def parse(
     elif ranks or {"-h", "--help"} & set(flags):
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
-    meant = nearest(name, list(PRESETS)) or hint(name.partition("=")[0], ())
+    meant = nearest(name, PRESETS) or hint(name.partition("=")[0], ())
     found = f"no preset {name!r}{meant} before the flags"
     require(name in PRESETS, found, usage)
     given = given_flags(flags)
@@ -914,6 +913,12 @@ def parse(
         print(in_groups(said.getvalue()))
         raise
     cfg.check_length()
+    check_given(cfg, given)
+    return cfg
+
+
+def check_given(cfg: Config, given: Sequence[str]) -> None:
+    """Raises UserError for a list that is given twice, and for flags without effect (NO_EFFECT)."""
     for field in given:
         twice = isinstance(getattr(cfg, field), tuple) and given.count(field) > 1
         needed = f"all values after one --{field}, separated by spaces"
@@ -922,7 +927,6 @@ def parse(
         idle = [field for field in given if field in idle_flags.split()]
         has_effect = getattr(cfg, name) != value
         require(not idle or has_effect, f"--{' --'.join(idle)} has no effect in this run", needed)
-    return cfg
 
 
 @contextlib.contextmanager

@@ -17,10 +17,7 @@ import json
 import math
 import os
 import re
-import resource
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import meta
-from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
 from configs import Config, Say, explained, require, show
@@ -54,8 +50,6 @@ TEMPLATES = {
 }
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
-TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
-TEMPLATE_BYTES = 2**28  # memory that it may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -245,20 +239,9 @@ def load_problems(
             ids = encode(row.turns, f"{path} row {number}")
             if ids is None or len(ids) > limit:
                 too_long += 1
-                continue
-            problems.append(
-                Problem(
-                    row.text,
-                    tuple(ids),
-                    row.answer,
-                    row.kind,
-                    row.dataset,
-                    path,
-                    number,
-                    len(problems),
-                    row.fields,
-                )
-            )
+            else:
+                problem = _problem(row, ids, path, number, len(problems))
+                problems.append(problem)
     files = ", ".join(paths)
     require(
         len(problems) > 0,
@@ -270,6 +253,20 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
+
+
+def _problem(row, ids, path, number, index):
+    return Problem(
+        row.text,
+        tuple(ids),
+        row.answer,
+        row.kind,
+        row.dataset,
+        path,
+        number,
+        index,
+        row.fields,
+    )
 
 
 def _new_rows(path, seen, cfg, keep_fields):
@@ -354,38 +351,6 @@ def prompt_form(template: str) -> str:
     return form
 
 
-def _stop_template(*_):
-    """Handles SIGPROF: ends a chat template that takes too long."""
-    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
-
-
-@contextmanager
-def _limits():
-    """Context manager that limits the CPU time and the memory of a chat template, which is code from the
-    model's folder."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    signal.signal(signal.SIGPROF, _stop_template)
-    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
-    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + TEMPLATE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _no_power(x, y):
-    """Refuses x ** y in a chat template. No time limit would end 9**9**9, because it is C code."""
-    raise ArithmeticError("a power")
-
-
-SandboxedEnvironment.intercepted_binops = frozenset(["**"])
-SandboxedEnvironment.default_binop_table["**"] = _no_power
-
-
 def _fill_chat_template(tokenizer, turns, system_prompt, row):
     """Returns the prompt's text. Raises UserError if the chat template fails, or leaves out a system or user
     turn."""
@@ -393,7 +358,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt, row):
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
     refused = f"{row}: the chat template refuses its turns"
-    with explained(refused, "other roles, or another --template"), _limits():
+    with explained(refused, "other roles, or another --template"):
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:

@@ -531,7 +531,8 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
     """Returns the sum (or reduction `op`) of x over all ranks."""
     x = x.clone()
-    td.all_reduce(x, op)
+    if td.is_initialized():
+        td.all_reduce(x, op)
     return x
 
 

@@ -12,7 +12,7 @@ import os
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -86,17 +86,10 @@ class Meter:
         self.add(f"{name}/mean", total, len(x))
         self.add_max(f"{name}/max", largest)
 
-    def reduce(self, all_sum: Callable, all_max: Callable) -> dict[str, float]:
-        """Returns a dict: name -> value, for all metrics, and fills `variances`. all_sum, all_max: functions
-        that return the sum and the maximum of a tensor over the ranks."""
-        metrics = {}
-        if self.peaks:
-            own = torch.stack(list(self.peaks.values()))
-            peaks = dist.on_host(all_max(own)).tolist()
-            metrics = dict(zip(self.peaks, peaks, strict=True))
-        own = torch.stack(list(self.sums.values()))
-        sums = dist.on_host(all_sum(own)).tolist()
-        sums = dict(zip(self.sums, sums, strict=True))
+    def reduce(self) -> dict[str, float]:
+        """Returns a dict: name -> value over all ranks, for all metrics, and fills `variances`."""
+        metrics = _over_ranks(self.peaks, dist.all_max)
+        sums = _over_ranks(self.sums, dist.all_sum)
         for name, i in sums:
             count = sums.get((name, 1), 1.0)  # 1.0: the metric is a sum
             if i == 0 and count:
@@ -105,6 +98,15 @@ class Meter:
                 variance = sums[name, 2] / count - metrics[name] ** 2
                 self.variances[name] = max(variance, 0.0)
         return metrics
+
+
+def _over_ranks(values, reduction):
+    """Returns a dict: key -> the reduction of values[key] over all ranks, as a float."""
+    if not values:
+        return {}
+    own = torch.stack([*values.values()])
+    reduced = dist.on_host(reduction(own))
+    return dict(zip(values, reduced.tolist(), strict=True))
 
 
 # --- metrics of a step's samples

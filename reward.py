@@ -151,12 +151,7 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
 # --- grading a file
 
 
-def dry_run(
-    responses: str,
-    /,
-    reward: tuple[str, ...] = ("math",),
-    extractor: str = "orz",
-) -> None:
+def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: str = "orz") -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), the
     mean of each term, and the errors.
 
@@ -169,14 +164,14 @@ def dry_run(
     terms = parse_terms(reward, TEXT_PARTS)
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
+    needed = '{"response": …, "answer": …}'
     with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
         for number, row in read_rows(responses):
-            with explained(
-                f"{responses} row {number} can't be graded", '{"response": …, "answer": …}'
-            ):
+            with explained(f"{responses} row {number} can't be graded", needed):
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
                     text = "\n".join(row["segments"][::2])
+                shown = dict(problem=row.get("problem"), row=row.get("row", row), sample=row)
                 for t in graders_of(row.get("dataset", ""), terms):
                     grader.submit(
                         (number, t),
@@ -186,9 +181,7 @@ def dry_run(
                         row.get("kind", kind_of(reward)),
                         extractor,
                         t.custom,
-                        problem=row.get("problem"),
-                        row=row.get("row", row),
-                        sample=row,
+                        **shown,
                     )
             for t in terms:
                 if t.name in TEXT_PARTS:

@@ -1,7 +1,8 @@
 """Samples and grades responses, for training and evaluation.
 
 with engine.awake(full_weights(policy), version=step):
-    samples, _ = rollout(engine, grader, {prompt_id: problem, …}, n=8, key=(seed, step), …)"""
+    sampling = Sampling(n=8, temperature=1.0, max_tokens=512, key=(seed, step), version=step)
+    samples, _ = rollout(engine, grader, {prompt_id: problem, …}, sampling)"""
 
 import itertools
 import math
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,11 +78,6 @@ def terms_of(cfg: Config) -> list[Term]:
     by_flag = [name for name, flag in BY_FLAG.items() if getattr(cfg, flag)]
     known = [name for name in REWARD_PARTS if name not in BY_FLAG]
     return parse_terms([*cfg.reward, *by_flag], [*known, *by_flag])
-
-
-def part_names(cfg: Config) -> list[str]:
-    """Returns the names of the run's graders and reward parts. Each name has a metric `reward/NAME`."""
-    return [t.name for t in terms_of(cfg)]
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
@@ -156,6 +152,17 @@ def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
 # --- trajectories
 
 
+class Sampling(NamedTuple):
+    """How a rollout samples its responses. temperature, key, version, top_p: see Engine.generate"""
+
+    n: int  # number of responses to each problem
+    temperature: float
+    max_tokens: int  # largest number of tokens of a response
+    key: tuple[int, ...]
+    version: int
+    top_p: float = 1.0
+
+
 @dataclass(eq=False)
 class Trajectories:
     """This rank's trajectories of one rollout. A trajectory is a prompt with the response so far. It is in
@@ -164,12 +171,8 @@ class Trajectories:
     engine: Engine
     grader: Grader
     problems: Mapping[int, Problem]  # prompt_id -> problem, for the prompts of all ranks
-    temperature: float
-    max_tokens: int  # largest number of tokens of a response
-    key: tuple[int, ...]
-    version: int
+    sampling: Sampling
     progress: Callable
-    top_p: float
     round_len: int  # largest number of new tokens of a trajectory in one round; 0: no limit
     rounds: int = 0  # number of finished rounds
     open: dict[Key, Sample] = field(default_factory=dict)  # unfinished; their text: finished turns
@@ -188,17 +191,9 @@ class Trajectories:
         """Add new trajectories with empty responses."""
         ids = np.zeros(0, np.int32)
         logp = np.zeros(0, np.float32)
+        version = self.sampling.version
         for i, j in keys:
-            self.open[i, j] = Sample(
-                i,
-                j,
-                self.problems[i].ids,
-                ids,
-                logp,
-                stopped=False,
-                text="",
-                version=self.version,
-            )
+            self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
 
     def add(self, trajectories: Iterable[Sample]) -> None:
         """Add trajectories of another rank or of an earlier step, graded or unfinished."""
@@ -227,20 +222,13 @@ class Trajectories:
         before = dict(self.open)
         requests = {}
         limits = {}
+        _, temperature, most, key, version, top_p = self.sampling
         for k, s in before.items():
             requests[k] = (*s.prompt, *s.ids.tolist())
-            limits[k] = min(self._left(s), self.round_len or self.max_tokens)
-        key = self.key
+            limits[k] = min(self._left(s), self.round_len or most)
         if self.rounds:
             key = (*key, ROUND, self.rounds + 1)
-        for s in self.engine.generate(
-            requests,
-            limits,
-            self.temperature,
-            key,
-            self.version,
-            self.top_p,
-        ):
+        for s in self.engine.generate(requests, limits, temperature, key, version, top_p):
             if self._take(before[s.key], s):
                 self.progress()
                 if dist.stop_signal and self.cfg.tp == 1:
@@ -263,13 +251,9 @@ class Trajectories:
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
             problem = self.problems[s.prompt_id]
-            self.grader.ask(
-                s.key,
-                s.turn_texts[::2],
-                problem=problem.text,
-                row=problem.row_values,
-                seed=self._seed(s),
-            )
+            texts = s.turn_texts[::2]
+            shown = dict(problem=problem.text, row=problem.row_values)
+            self.grader.ask(s.key, texts, seed=self._seed(s), **shown)
         else:
             self._complete(s)
         return True
@@ -281,12 +265,7 @@ class Trajectories:
             # The engine does not see a stop string that began in an earlier round. So cut after it here.
             count = first_stop(turn, new.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
-                new = replace(
-                    new,
-                    ids=new.ids[:count],
-                    logp=new.logp[:count],
-                    stopped=True,
-                )
+                new = replace(new, ids=new.ids[:count], logp=new.logp[:count], stopped=True)
             # Decode the whole turn: a character's bytes may be divided between `before` and `new`.
             text = self.engine.text_of(np.concatenate([turn, new.ids]))
         return replace(extended(before, new), text=before.text + text)
@@ -294,7 +273,7 @@ class Trajectories:
     def _seed(self, s):
         """Returns the seed of a response's environment. With --carry, the seed stays the same when the
         response continues in a later step."""
-        key = self.key
+        key = self.sampling.key
         if self.cfg.carry and key[1] == TRAIN:
             key = key[:2]  # without the step, because a prompt_id is unique in the whole run
         return random.Random(f"{key} {s.key}").getrandbits(48)
@@ -351,10 +330,11 @@ class Trajectories:
         """Returns how many tokens may still be appended to `s`. A response may have max_tokens tokens. Prompt
         plus response may have cfg.model_len tokens, or cfg.engine_len in an evaluation with longer responses
         (--eval_response_len)."""
+        most = self.sampling.max_tokens
         length = self.cfg.model_len
-        if self.max_tokens > self.cfg.max_response_len:
+        if most > self.cfg.max_response_len:
             length = self.cfg.engine_len
-        return min(self.max_tokens, length - len(s.prompt)) - len(s.ids)
+        return min(most, length - len(s.prompt)) - len(s.ids)
 
     def grades(self) -> list[Sample]:
         """Wait for the graders. Returns this rank's graded trajectories, ordered by (prompt_id,
@@ -393,16 +373,11 @@ def rollout(
     engine: Engine,
     grader: Grader,
     problems: Mapping[int, Problem],
-    n: int,
-    temperature: float,
-    max_tokens: int,
-    key: tuple[int, ...],
-    version: int,
+    sampling: Sampling,
     progress: Callable = lambda: None,
     carried: Sequence[Sample] | None = None,
-    top_p: float = 1.0,
 ) -> tuple[list[Sample], list[Sample]]:
-    """Sample and grade `n` responses to each problem. All ranks must call this function together. Returns
+    """Sample and grade responses to each problem. All ranks must call this function together. Returns
     1. this rank's graded samples, ordered by (prompt_id, sample_id). All samples of a prompt are on one rank.
     2. with --carry: the rest of this rank's trajectories, for the next step. Otherwise an empty list.
 
@@ -410,59 +385,47 @@ def rollout(
 
     problems: prompt_id -> problem, the same on every rank. With --carry, prompt_id is the
         prompt's number in the run (data.numbers_at).
-    max_tokens: largest number of tokens of a response.
     progress: called when a turn ends.
-    carried: in training, result 2 of the previous step's call, or () without --carry. None in evaluation.
-    temperature, key, version, top_p: see Engine.generate."""
+    carried: in training, result 2 of the previous step's call, or () without --carry. None in evaluation."""
     cfg = engine.cfg
     training = carried is not None
     carries = training and cfg.carry > 0
-    trajectories = Trajectories(
-        engine,
-        grader,
-        problems,
-        temperature,
-        max_tokens,
-        key,
-        version,
-        progress,
-        top_p,
-        round_len=cfg.round_len if training else 0,
-    )
+    round_len = cfg.round_len if training else 0
+    trajectories = Trajectories(engine, grader, problems, sampling, progress, round_len)
     trajectories.add(carried or ())
-    # At temperature 0, all samples of a prompt are equal, so one is enough.
-    begin_and_move(trajectories, n if temperature else 1, carries)
+    begin_and_move(trajectories, carries)
     chosen = sample_until_enough(trajectories, carries)
     if any(dist.gather(chosen is None)):
         return [], []
-    graded = trajectories.grades()
     samples = []
     left = list(trajectories.open.values())  # with --carry, for later steps
-    for s in graded:
-        if s.key in chosen:
-            samples.append(s)
-        else:
-            left.append(s)
-    if not temperature:  # greedy: copy the only sample of each prompt
-        samples = [replace(s, sample_id=j) for s in samples for j in range(n)]
+    for s in trajectories.grades():
+        place = samples if s.key in chosen else left
+        place.append(s)
+    if not sampling.temperature:  # greedy: copy the only sample of each prompt
+        samples = [replace(s, sample_id=j) for s in samples for j in range(sampling.n)]
     if engine.ranks > 1:
         samples = meet(samples, engine)
     return samples, left
 
 
-def begin_and_move(trajectories: Trajectories, n: int, carries: bool) -> None:
-    """Deal new trajectories, `n` of each prompt, to the ranks. With --carry, also move the carried
-    trajectories. All ranks must call this function together."""
+def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
+    """Deal new trajectories to the ranks. A prompt's samples are spread over the ranks, so that no engine has
+    all samples of a prompt with long responses. With --carry, also move the carried trajectories. All ranks
+    must call this function together."""
     cfg = trajectories.cfg
     engine = trajectories.engine
+    sampling = trajectories.sampling
     # With --carry, `problems` also has the prompts of carried samples. These prompts get no new samples.
     begun = trajectories.problems
     old = []
     if carries:
-        begun = [i for i in begun if step_of(i, cfg) == trajectories.version]
+        begun = [i for i in begun if step_of(i, cfg) == sampling.version]
         old = dist.gather_all(trajectories.open)  # from all ranks
-    new = list(itertools.product(begun, range(n)))
-    home = deal([*new, *old], engine)  # key -> rank
+    # At temperature 0, all samples of a prompt are equal, so one is enough.
+    samples = range(sampling.n if sampling.temperature else 1)
+    new = list(itertools.product(begun, samples))
+    home = {key: at % engine.ranks for at, key in enumerate(sorted(new + old))}  # key -> rank
     trajectories.begin(k for k in new if home[k] == engine.rank)
     # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
     if carries:
@@ -478,6 +441,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
         cfg.samples_per_step trajectories are enough, but all that began --max_staleness or more steps ago
         must be complete."""
     cfg = trajectories.cfg
+    step = trajectories.sampling.version
     shares = trajectories.round_len > 0
     gather = dist.gather if shares else trajectories.engine.gather
     while True:
@@ -493,24 +457,13 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
             # If the samples of a prompt are compared, none of them is ready before all are complete.
             if cfg.compares_samples:
                 ready = [k for k in ready if k[0] not in unfinished]
-            waits = any(
-                trajectories.version - step_of(i, cfg) >= cfg.max_staleness for i in unfinished
-            )
+            waits = any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
             if len(ready) >= cfg.samples_per_step and not waits:
                 return set(ready[: cfg.samples_per_step])
         elif not unfinished:
             return set(ready)
         if shares:
             trajectories.move(moves(open_keys))
-
-
-def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
-    """Returns a dict: key of a sample -> the rank that samples it. A prompt's samples are spread over the
-    ranks, so that no engine has all samples of a prompt with long responses."""
-    home = {}
-    for at, key in enumerate(sorted(keys)):
-        home[key] = at % engine.ranks
-    return home
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
@@ -624,14 +577,7 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
     UserError as set_names and load_problems do."""
     sets = {}
     for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True):
-        sets[name] = load_problems(
-            [path],
-            tokenizer,
-            cfg,
-            say,
-            cfg.engine_len,
-            keep_fields,
-        )
+        sets[name] = load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
     return sets
 
 
@@ -678,19 +624,10 @@ def score_sets(
         n = cfg.eval_samples[i % len(cfg.eval_samples)]
         temperature = cfg.eval_temperature[i % len(cfg.eval_temperature)]
         # Not `i`: an added evaluation set changes no response of the others.
-        number = zlib.crc32(name.encode())
-        samples, _ = rollout(
-            engine,
-            grader,
-            dict(enumerate(problems)),
-            n,
-            temperature,
-            cfg.eval_response_len or cfg.max_response_len,
-            (cfg.seed, EVAL, number),
-            step,
-            progress,
-            top_p=cfg.eval_top_p,
-        )
+        key = cfg.seed, EVAL, zlib.crc32(name.encode())
+        longest = cfg.eval_response_len or cfg.max_response_len
+        sampling = Sampling(n, temperature, longest, key, step, cfg.eval_top_p)
+        samples, _ = rollout(engine, grader, dict(enumerate(problems)), sampling, progress)
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
         mine = []

@@ -80,8 +80,8 @@ from guard.watch import handle_signals, report_crash
 from log import Logger, Meter, measure_samples
 from rollout import (
     TRAIN,
+    Sampling,
     mean,
-    part_names,
     rollout,
     sample_row,
     score_sets,
@@ -247,7 +247,8 @@ def sample_step(
     else:
         batch = batch_at(run.problems, step, cfg, run.solved)
         samples, carried = draw(run, dict(enumerate(batch)), (step,))
-    measure_samples(meter, samples, part_names(cfg), cfg.env != "", cfg.samples_per_prompt)
+    names = [term.name for term in terms_of(cfg)]
+    measure_samples(meter, samples, names, cfg.env != "", cfg.samples_per_prompt)
     if cfg.skip_solved:
         meter.add("solved", len(run.solved), len(run.problems))
     if dist.stop_requested():  # the samples are not complete
@@ -280,8 +281,7 @@ def draw_and_carry(
     ages = [step - s.token_versions[s.is_sampled] for s in samples]
     ages = np.concatenate([np.zeros(0), *ages])
     meter.add_mean_and_max("staleness", torch.from_numpy(ages))
-    drawn = {s.prompt_id for s in samples}
-    numbers = sorted(set(dist.gather_all(drawn)))
+    numbers = sorted(set(dist.gather_all(s.prompt_id for s in samples)))
     samples = [replace(s, prompt_id=numbers.index(s.prompt_id)) for s in samples]
     return [problems[number] for number in numbers], samples, left
 
@@ -301,19 +301,10 @@ def draw(
     cfg = run.cfg
     step = key[0]
     n = cfg.samples_per_prompt
+    seeds = (cfg.seed, TRAIN, *key)
+    sampling = Sampling(n, cfg.temperature, cfg.max_response_len, seeds, step)
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
-        samples, left = rollout(
-            run.engine,
-            run.grader,
-            problems,
-            n,
-            cfg.temperature,
-            cfg.max_response_len,
-            (cfg.seed, TRAIN, *key),
-            step,
-            bar.update,
-            carried,
-        )
+        samples, left = rollout(run.engine, run.grader, problems, sampling, bar.update, carried)
     dist.together(run.grader.check)
     if cfg.skip_solved:
         solved = []
@@ -336,10 +327,16 @@ def resample(
     2503.14476, eq. 11). A prompt is uniform if all its samples have the same reward. Returns the new batch
     and this rank's samples."""
     cfg = run.cfg
-    uniform = uniform_prompts(samples)
-    for round in range(1, cfg.resample_rounds + 1):
-        if not uniform:
+    round = 0
+    while uniform := uniform_prompts(samples):
+        if round == cfg.resample_rounds:
+            run.log.alarm(
+                f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
+                f"{round} rounds (--resample_rounds): these prompts are too "
+                "easy or too hard for the policy"
+            )
             break
+        round += 1
         others = replacement_batch(run.problems, step, round, cfg, run.solved)
         batch = [others[i] if i in uniform else problem for i, problem in enumerate(batch)]
         problems = {i: batch[i] for i in uniform}
@@ -348,13 +345,6 @@ def resample(
             return batch, samples
         kept = [s for s in samples if s.prompt_id not in uniform]
         samples = sorted(kept + drawn, key=lambda s: s.key)
-        uniform = uniform_prompts(samples)
-    if uniform:
-        run.log.alarm(
-            f"step {step}: {len(uniform)} of {len(batch)} prompts are still uniform after "
-            f"{cfg.resample_rounds} rounds (--resample_rounds): these prompts are too "
-            "easy or too hard for the policy"
-        )
     return batch, samples
 
 
@@ -405,26 +395,22 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     if cfg.advantage == "group_mean_over_mean":
         found = "--advantage group_mean_over_mean with a negative score"
         dist.together(require, bool((scores >= 0).all()), found, "rewards from 0")
-    advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
+    else:
+        advantages = grpo.group_advantages(scores, cfg.advantage)
+    advantages = advantages.flatten()
     keep = torch.ones(len(samples), dtype=torch.bool)
     if cfg.drop_uniform:
         keep = grpo.keep_groups(scores).repeat_interleave(n)
-    advantages = advantages.flatten()
     if cfg.advantage in ("group_mean_batch_std", "group_each_std"):
         kept = advantages[keep]
         sums = torch.stack([keep.sum(), (kept * kept).sum()])
         advantages /= grpo.batch_std(dist.all_sum(sums))
-    return [
-        replace(s, advantage=a, in_loss=s.in_loss and k)
-        for s, a, k in zip(
-            samples,
-            advantages.tolist(),
-            keep.tolist(),
-            strict=True,
-        )
-    ]
+    found = []
+    for s, advantage, kept in zip(samples, advantages.tolist(), keep.tolist(), strict=True):
+        found.append(replace(s, advantage=advantage, in_loss=s.in_loss and kept))
+    return found
 
 
 def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
@@ -464,10 +450,8 @@ def make_packs(
         samples = add_prompt_shares(samples, layout, prompts, in_loss)
     version = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
     keys = [number[s.key] for s in samples]
-    minibatches = []
-    for parts in dist.balance(samples, keys, layout):
-        packs = [pack(part, version).to(world.device) for part in parts]
-        minibatches.append(packs)
+    minibatches = dist.balance(samples, keys, layout)
+    minibatches = each(minibatches, lambda part: pack(part, version).to(world.device))
     packs = [p for p in chain(*minibatches) if p.responses]
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
@@ -503,8 +487,12 @@ def add_prompt_shares(
     return [replace(s, prompt_share=float(share[s.prompt_id])) for s in samples]
 
 
-def each(minibatches: Minibatches, f: Callable[[Pack], Pack]) -> Minibatches:
-    return [[f(p) for p in minibatch] for minibatch in minibatches]
+def each(minibatches: list[list], f: Callable) -> Minibatches:
+    """Returns the minibatches with f(p) in place of each pack p."""
+    changed = []
+    for packs in minibatches:
+        changed.append([f(p) for p in packs])
+    return changed
 
 
 @torch.no_grad()
@@ -540,11 +528,10 @@ def estimate_advantages(
             kl = ppo.kl(p.old_logp, p.ref_logp, cfg.kl_estimator)
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
-        measured = {}
         if critic:
             measured = {"values": v, "returns": returns, "value_error": returns - v}
-        for name, x in measured.items():
-            meter.add_values(name, x[p.loss_tokens])
+            for name, x in measured.items():
+                meter.add_values(name, x[p.loss_tokens])
         return replace(p, values=v, advantages=advantages, returns=returns)
 
     return whiten_advantages(each(minibatches, estimate))
@@ -625,14 +612,7 @@ def critic_pack_loss(
 
     tokens: number of tokens in the loss of the whole update
     responses: not used, but `train_role` passes the same arguments to both losses"""
-    loss = ppo.value_loss(
-        model(p),
-        p.values,
-        p.returns,
-        p.mask,
-        tokens,
-        cfg.value_clip,
-    )
+    loss = ppo.value_loss(model(p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
@@ -653,9 +633,10 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    seen = (old, p.engine_logp, p.mask, segment)
     bounds = (cfg.mismatch, *cfg.mismatch_bounds)
-    weight, cut = grpo.mismatch_weight(*seen, *bounds, logp, p.advantages)
+    weight, cut = grpo.mismatch_weight(
+        old, p.engine_logp, p.mask, segment, *bounds, logp, p.advantages
+    )
     correction = 1.0 if cfg.mismatch == "none" else weight
     weights = p.mask / tokens
     ratio = "token"
@@ -663,9 +644,10 @@ def policy_pack_loss(
         ratio = cfg.ratio
         sizes = (tokens, responses, cfg.max_response_len)
         weights = grpo.token_weights(p.mask, segment, cfg.aggregation, *sizes, p.prompt_share)
-    inputs = (logp, old, p.advantages, p.mask, segment, weights)
     clip = (cfg.clip_low, cfg.clip_high)
-    loss, clipped = grpo.policy_loss(*inputs, ratio, *clip, correction, p.engine_logp)
+    loss, clipped = grpo.policy_loss(
+        logp, old, p.advantages, p.mask, segment, weights, ratio, *clip, correction, p.engine_logp
+    )
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
         "clip_share": clipped,
@@ -778,7 +760,7 @@ def step_metrics(
     with dist.phase("report"):
         for name, value in engine.ledger.metrics().items():
             meter.add_max(name, value)
-        m = meter.reduce(dist.all_sum, dist.all_max)
+        m = meter.reduce()
 
     variance = meter.variances
     m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5

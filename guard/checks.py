@@ -121,13 +121,12 @@ def case_of(
     device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     every = dist.gather((device_bytes, plan.host_memory(), local))
-    memory = min(of_rank[0] for of_rank in every)
-    host = min(of_rank[1] for of_rank in every)
-    most = max(of_rank[2] for of_rank in every)
+    device_memory, host_memory, ranks = zip(*every, strict=True)
     gpu = None
     if cuda:
-        gpu = plan.gpu_of(torch.cuda.get_device_name(), memory)
-    return plan.Case(cfg, world.size, model_shapes(cfg), gpu, most, host, problems)
+        gpu = plan.gpu_of(torch.cuda.get_device_name(), min(device_memory))
+    shapes = model_shapes(cfg)
+    return plan.Case(cfg, world.size, shapes, gpu, max(ranks), min(host_memory), problems)
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:

@@ -143,16 +143,8 @@ def load(
     as `prepare` does."""
     out = lock.file.parent
     say = show if world.main else lambda text: None
-    saved = NEW
-    own = True  # False: --resume names a checkpoint of another folder
-    if resumes:
-        saved = ckpt.read_state(path)
-        own = path.parent.parent == out
-        cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
-        if saved["ranks"] == world.size:
-            cfg = as_before(cfg, saved["config"])
-    elif path:
-        cfg = replace(cfg, start_from=str(path))
+    own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
+    cfg, saved = with_checkpoint(cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say)
     cfg = cfg.with_steps(len(inputs.problems))
     case = case_of(cfg, world, len(inputs.problems))
@@ -175,8 +167,7 @@ def load(
     if cfg.selfcheck and engine.needs_selfcheck:
         lines.append(check_engine(engine, policy.model, inputs.problems, world, cfg))
     start = saved["step"]
-    noted = facts["noted"]
-    log = dist.together(Logger, out, cfg, world.main, start, noted, planned, own)
+    log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
     for line in filter(None, lines):
         log.say(line)
@@ -184,6 +175,23 @@ def load(
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     progress = (start, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
+
+
+def with_checkpoint(
+    cfg: Config,
+    world: dist.World,
+    path: Path | None,
+    resumes: bool,
+) -> tuple[Config, Facts]:
+    """Returns the config of a run that reads the checkpoint `path`, and its state.json, or NEW if
+    the run does not resume. path, resumes: the results of `checkpoint_of`"""
+    if not resumes:
+        return replace(cfg, start_from=str(path or "")), NEW
+    saved = ckpt.read_state(path)
+    cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
+    if saved["ranks"] == world.size:
+        cfg = as_before(cfg, saved["config"])
+    return cfg, saved
 
 
 def as_before(cfg: Config, before: Facts) -> Config:
@@ -272,14 +280,10 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
     sharded. With --lora, roles that start from the policy's model share its frozen base."""
     cfg = case.cfg
     device = "cpu" if case.offloads else world.device
-    load = {
-        "policy": load_policy,
-        "critic": partial(load_critic, seed=cfg.seed),
-        "ref": load_policy,
-    }
     roles = {}
     bases = {}  # role that loads a base -> base
     for who in cfg.models:
+        load = partial(load_critic, seed=cfg.seed) if who == "critic" else load_policy
         path = source_of(who, vars(cfg))
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
@@ -288,18 +292,17 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
             owner = "policy" if path == cfg.model else who
             if owner not in bases:
                 frozen = partial(freeze, shard, cfg.lora, cfg.lora_alpha, world.dtype)
-                bases[owner] = load[owner](path, device, frozen)
+                bases[owner] = load(path, device, frozen)
             model = Adapted(bases[owner], cfg.seed, who == "critic").to(world.device)
             if who == "ref" and not cfg.keeps_ref:
                 model.adapters.clear()  # they would stay 0
         else:
-            model = load[who](path, device, shard)
-        optimizer = None
+            model = load(path, device, shard)
+        roles[who] = Role(who, model, None)
         if who == "ref":
             model.requires_grad_(False)
         else:
-            optimizer = make_optimizer(model, getattr(cfg, f"{who}_lr"), cfg)
-        roles[who] = Role(who, model, optimizer)
+            roles[who].optimizer = make_optimizer(model, getattr(cfg, f"{who}_lr"), cfg)
     return roles["policy"], roles.get("critic"), roles.get("ref")
 
 

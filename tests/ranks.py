@@ -31,7 +31,7 @@ from guard.checks import case_of, check_gold
 from guard.selfcheck import selfcheck
 from guard.start import load_models
 from guard.watch import watch
-from rollout import load_sets, make_grader, rollout
+from rollout import Sampling, load_sets, make_grader, rollout
 
 
 def make_samples(count: int, seed: int = 0, vocabulary: int = 100) -> list[data.Sample]:
@@ -102,7 +102,7 @@ def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tenso
                 for p in accumulate(role.model, packs):
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
-    metrics = meter.reduce(dist.all_sum, dist.all_max)
+    metrics = meter.reduce()
     return out | {"metrics": metrics, "packs": len(packs),
                   "sent": [sent.counts[kind] for kind in ("allgather", "allreduce")]}
 
@@ -339,7 +339,7 @@ def turns_in_rounds(engine, policy, prompts, env: str) -> dict:
     engine.cfg = data.replace(before, env=env, stop=tuple("aeiou0123456789"), round_len=5)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
     with make_grader(engine.cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
-        samples, left = rollout(engine, grader, problems, 3, 1.0, 24, (0, 1, 0), 3, carried=[])
+        samples, left = rollout(engine, grader, problems, Sampling(3, 1.0, 24, (0, 1, 0), 3), carried=[])
     engine.cfg = before
     assert not left
     return {(s.prompt_id, s.sample_id): (s.ids.tolist(), s.turns, s.is_sampled.tolist()) for s in samples}

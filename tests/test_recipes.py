@@ -258,7 +258,7 @@ class Canned:
 def graded(cfg, *problems):
     found = {i: data.Problem("?", (1,), gold, dataset=name) for i, (gold, name) in enumerate(problems)}
     with rollout.make_grader(cfg) as grader:
-        return rollout.rollout(Canned(cfg), grader, found, 1, 1.0, 8, (0,), 0)[0]
+        return rollout.rollout(Canned(cfg), grader, found, rollout.Sampling(1, 1.0, 8, (0,), 0))[0]
 
 
 def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
@@ -286,8 +286,8 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
     def logged(samples):
         meter = log.Meter()
-        log.measure_samples(meter, samples, rollout.part_names(cfg))
-        rows = meter.reduce(lambda x: x, lambda x: x)
+        log.measure_samples(meter, samples, [t.name for t in rollout.terms_of(cfg)])
+        rows = meter.reduce()
         return {k: v for k, v in rows.items() if k.startswith("reward/")}
 
     assert logged(samples) == {

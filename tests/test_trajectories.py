@@ -65,9 +65,9 @@ def sampled(folders: list[str], settings: dict) -> tuple[list, list]:
             for begin in range(0 if cfg.carry else step, step + 1):
                 flight |= zip(data.numbers_at(begin, cfg), data.batch_at(problems, begin, cfg), strict=True)
             with engine.awake(model.files_weights(folder, torch.device("cpu"), torch.float32), version=step):
-                samples, carried = rollout.rollout(
-                    engine, grader, flight, cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
-                    (cfg.seed, rollout.TRAIN, step), step, carried=carried)
+                sampling = rollout.Sampling(cfg.samples_per_prompt, cfg.temperature, cfg.max_response_len,
+                                            (cfg.seed, rollout.TRAIN, step), step)
+                samples, carried = rollout.rollout(engine, grader, flight, sampling, carried=carried)
             chosen = sorted(set().union(*dist.gather({s.prompt_id for s in samples})))
             steps.append((chosen, samples))
             left.append(carried)
@@ -134,7 +134,7 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
     flight = dict(enumerate(data.batch_at(problems, 0, engine.cfg)))
     weights = model.files_weights(folder, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        rollout.rollout(engine, grader, flight, 3, 1.0, 30, (0,), 0, carried=[])
+        rollout.rollout(engine, grader, flight, rollout.Sampling(3, 1.0, 30, (0,), 0), carried=[])
     return rounds
 
 

@@ -122,7 +122,7 @@ def test_metrics_tell_sampled_tokens_from_all():
     samples, meter = with_gaps(2), Meter()
     measure_samples(meter, samples, [], turns=True)
     sampled = [int(s.is_sampled.sum()) for s in samples]
-    found = meter.reduce(lambda x: x, lambda x: x)
+    found = meter.reduce()
     assert found["response_len"] == np.mean([len(s.ids) for s in samples]) > np.mean(sampled)
     assert found["response_len/sampled"] == np.mean(sampled)
     assert found["turns"] == np.mean([s.turns for s in samples]) > 1
@@ -184,8 +184,8 @@ def sampled(tiny, env, step=5, **settings) -> tuple[list[Sample], dict]:
     if engine.ranks > 1:
         dist.init("cpu", "float32")
     with rollout.make_grader(cfg) as grader, engine.awake(weights, version=step):
-        samples, _ = rollout.rollout(engine, grader, problems, cfg.samples_per_prompt, 1.0,
-                                     cfg.max_response_len, (cfg.seed, rollout.TRAIN, step), step)
+        samples, _ = rollout.rollout(engine, grader, problems, rollout.Sampling(
+            cfg.samples_per_prompt, 1.0, cfg.max_response_len, (cfg.seed, rollout.TRAIN, step), step))
         return samples, grader.errors
 
 
@@ -266,7 +266,8 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
         for round in ((), (2,), (3,), (4,)):  # what each round of --resample_rounds adds to the random key
-            rollout.rollout(engine, grader, problems, 3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
+            sampling = rollout.Sampling(3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
+            rollout.rollout(engine, grader, problems, sampling)
     assert len(seen) > 60 and len(set(seen)) == len(seen)
 
 
@@ -311,7 +312,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
         assert s.reason == (reason if first.stopped else "truncated")
     meter = Meter()
     measure_samples(meter, samples, [], turns=True)
-    found = meter.reduce(lambda x: x, lambda x: x)
+    found = meter.reduce()
     assert found[f"grade/{reason}"] == np.mean([s.stopped for s in firsts])
 
 

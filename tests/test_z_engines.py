@@ -187,7 +187,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
     prompts = {i: p.ids for i, p in problems.items()}
     first = generate(engine, policy, prompts, n=2, key=(0, 1, 3))
     with rollout.make_grader(cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
-        samples, _ = rollout.rollout(engine, grader, problems, 2, 1.0, 24, (0, 1, 3), 3)
+        samples, _ = rollout.rollout(engine, grader, problems, rollout.Sampling(2, 1.0, 24, (0, 1, 3), 3))
     assert max(s.turns for s in samples) > 1 and max(len(s.ids) for s in samples) <= 24
     for s in samples:
         before = first[s.prompt_id, s.sample_id].ids
@@ -279,7 +279,8 @@ def test_a_stop_string_that_begins_in_an_earlier_round_ends_vllms_response(vllm,
     monkeypatch.setattr(vllm, "cfg", cfg)
     problems = {i: data.Problem(str(i), tuple(ids), "1") for i, ids in prompts.items()}
     with rollout.make_grader(cfg) as grader, vllm.awake(dist.full_weights(policy), version=3):
-        samples, _ = rollout.rollout(vllm, grader, problems, 8, 1.0, 24, (0, 1, 0), 3, carried=[])
+        samples, _ = rollout.rollout(vllm, grader, problems, rollout.Sampling(8, 1.0, 24, (0, 1, 0), 3),
+                                     carried=[])
     assert len(samples) == 8 * len(prompts)
     for s in samples:
         assert s.stopped == (ends_at_stop(s, tokenizer) or int(s.ids[-1]) in vllm.eos)
