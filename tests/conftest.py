@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import json
+import logging
 import os
 import runpy
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -146,11 +149,20 @@ def run_ranks(world: int, target, *args):
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
-def forked(*words, **options) -> subprocess.Popen:
-    """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr."""
+def forked(*words, environment=None, **options) -> subprocess.Popen:
+    """Runs `python WORDS…` in a fork, which needs no new imports. The ranks that it launches are forks of it.
+    Unless `options` name others, stdout and stderr are pipes. environment: all variables; None: as they are"""
 
     def script():
         os.closerange(3, 1000)  # subprocess waits until one of these files is closed
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
+        logging.disable(logging.NOTSET)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # a new Python has none of the parent's handlers
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        SubprocessHandler._popen = fork_rank
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
         run = runpy.run_path
         if words[0] == "-m":
@@ -163,10 +175,20 @@ def forked(*words, **options) -> subprocess.Popen:
             run(sys.argv[0], run_name="__main__")
         except SystemExit as e:
             status = (print(e.code, file=sys.stderr) or 1) if isinstance(e.code, str) else e.code or 0
+        except Exception:
+            traceback.print_exc()
+            status = 1
         atexit._run_exitfuncs()
         os._exit(status)
 
-    return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True, **options)
+    return subprocess.Popen("forked", preexec_fn=script, text=True, **dict(stdout=-1, stderr=-1) | options)
+
+
+def fork_rank(handler, args, environment) -> subprocess.Popen:
+    """Replaces the function of torchrun that runs `python -u WORDS…` for a rank."""
+    assert args[:2] == (sys.executable, "-u"), args
+    return forked(*args[2:], environment=environment, stdout=handler._stdout, stderr=handler._stderr,
+                  start_new_session=True)
 
 
 REWARD = '''

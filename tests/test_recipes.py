@@ -170,7 +170,7 @@ def analogue(name, base, folder):
     return dataclasses.replace(
         preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, save_every=0, warmup_updates=0,
         # The reference differs from the policy after the first step, the rate's decay shows in the third.
-        steps=3 if preset.lr_decay != "constant" else 2 if preset.kl_coef else 1,
+        steps=3 if dict(lr_decay="constant") in TERMS[name] else 2 if preset.kl_coef else 1,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         passes_per_step=min(preset.passes_per_step, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
@@ -223,7 +223,7 @@ def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=8192, chat=True)
+    model = shape.build(f"{tmp_path}/model", "0.5b", layers=1, vocab=8192, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
             for a in range(20) for b in (990, 1005)]
