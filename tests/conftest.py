@@ -27,7 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -150,8 +152,11 @@ def run_ranks(world: int, target, *args):
 
 
 def forked(*words, environment=None, **options) -> subprocess.Popen:
-    """Runs `python WORDS…` in a fork, which needs no new imports. The ranks that it launches are forks of it.
-    Unless `options` name others, stdout and stderr are pipes. environment: all variables; None: as they are"""
+    """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr. The ranks
+    that it launches are forks of it.
+
+    environment: all its environment variables; None: those of this process
+    options: of subprocess.Popen"""
 
     def script():
         os.closerange(3, 1000)  # subprocess waits until one of these files is closed
@@ -161,7 +166,8 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
         logging.disable(logging.NOTSET)
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):  # a new Python has none of the parent's handlers
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, default)
         SubprocessHandler._popen = fork_rank
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
         run = runpy.run_path

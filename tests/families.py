@@ -141,7 +141,7 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
 
 
 def compare_buffers(module: model.PackModel, theirs: dict[str, Tensor]) -> float:
-    """Returns the largest difference between the buffers of `module` and of transformers' model (`theirs`)."""
+    """Returns the largest difference between the buffers of `module` and those of transformers' model."""
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
     return max((float((b.float() - theirs[name]).abs().max()) for name, b in ours.items()), default=0.0)

@@ -52,8 +52,8 @@ def spoil(path: Path, how: str) -> None:
 
 
 def faulty(part: str, number: int, times: int, events=("open", "os.listdir", "os.scandir")) -> list:
-    """Opening a file or listing a folder whose path ends in `part` raises an OSError, `times` times. Returns a
-    list with an entry for each error that is still to come. The caller may empty it."""
+    """Opening a file or listing a folder whose path ends in `part` raises an OSError, `times` times. Returns
+    a list with an entry for each error that is still to come. The caller may empty it."""
     left = [None] * times
 
     def hook(event, args):

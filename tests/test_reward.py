@@ -405,8 +405,8 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
-    monkeypatch.setattr(worker, "TELL", 0.5)
-    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
+    monkeypatch.setattr(worker, "TELL", 0)
+    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 0.3, 2"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "40 calls" in text)))  # noqa: E731
     with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
@@ -455,10 +455,11 @@ DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
 DIGITS = "0123456789"
 
 
-@pytest.mark.parametrize(("name", "column", "changes"), [
-    ("judge", {"rubric": DIGITS}, {"steps": 8}),
-    ("passes", {"tests": ["pass", "'ok'"]}, {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
-def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
+@pytest.mark.parametrize(("name", "columns", "changes"), [
+    ("judge", [{"rubric": DIGITS}], {"steps": 8}),
+    ("passes", [{"tests": ["pass"]}, {"tests": ["'ok'"]}, {"tests": ["pass", "'ok'"]}, {"tests": ["pass"]}],
+     {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
+def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, columns, changes):
     """Trains with two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. `passes`
     runs a program for each test of the row: the response with the test appended."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
@@ -466,7 +467,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"\ndef {name}(" in x]
     code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=1")
     (tmp_path / "mine.py").write_text(code)
-    rows = [json.loads(line) | column for line in open(base.data[0])]
+    rows = [json.loads(line) | columns[i % len(columns)] for i, line in enumerate(open(base.data[0]))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), save_every=0,
                   policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
@@ -802,7 +803,7 @@ def test_no_process_of_a_function_outlives_the_grader(custom, how):
         assert bool(grader.failure) == (how == "killer")
         if how == "killer":
             assert spec in grader.failure
-    assert wait_until(lambda: not marked_processes(mark), seconds=10)  # killed: ends soon
+    assert wait_until(lambda: not marked_processes(mark))
 
 
 def marked_processes(mark):
