@@ -49,6 +49,12 @@ def taught(task: tiny_model.Task, folder: Path, count: int, batches: int, batch:
         return tiny_model.build_task(few, str(folder))
 
 
+@pytest.fixture(scope="session")
+def half_right(tmp_path_factory) -> str:
+    """Returns the folder of a tiny model. On four additions, half of its answers are right."""
+    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
+
+
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
     """Saves a Qwen2 model with random weights, and the tokenizer of tools/tiny.py."""
     from transformers import AutoConfig, AutoModelForCausalLM

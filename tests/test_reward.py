@@ -317,21 +317,42 @@ def score(response, answer, kind):
 """}
 
 
-def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    specs = {}
-    for n, folder in enumerate(("a", "b"), 1):
-        for name, text in SIBLINGS.items():
-            path = tmp_path / folder / name
+def with_siblings(folder) -> list[str]:
+    """Writes two reward files and the modules beside each. Returns their functions."""
+    for n, name in enumerate(("a", "b"), 1):
+        for file, text in SIBLINGS.items():
+            path = folder / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.format(n=n))
-        specs[n] = f"{tmp_path}/{folder}/mine.py:score"
-    with Grader(workers=1, customs=list(specs.values())) as grader:
-        for i in range(6):
-            grader.submit(i, "x", str(i), True, custom=specs[1 + i % 2])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        grades = grader.results()
+    return [f"{folder}/{name}/mine.py:score" for name in "ab"]
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """Grades with reward functions that disturb each other, or would if they could. All have one Grader,
+    whose comparisons must be right, too. Returns (kind of function, its number) -> grades; the Grader's
+    errors; and whether a user's file stood in for a module of the standard library."""
+    folder, found = tmp_path_factory.mktemp("crowd"), {}
+    specs = {"siblings": with_siblings(folder), "shadowed": with_shadows(folder),
+             "descriptors": with_descriptors(folder), "patches": with_patches(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "working")
+        with Grader(workers=1, customs=sum(specs.values(), [])) as grader:
+            for i in range(8):
+                for kind, functions in specs.items():
+                    for spec in functions:
+                        grader.submit((kind, i, spec), f"x{i}", "", True, custom=spec)
+            grader.submit("compared", boxed("x+1"), "1+x", True)
+            grades = grader.results()
     assert grades.pop("compared").reason == "correct"
-    assert [grades[i].reward for i in range(6)] == [1, 2, 1, 2, 1, 2], grader.errors
+    for (kind, _, spec), of_call in sorted(grades.items()):
+        found.setdefault((kind, specs[kind].index(spec)), []).append(of_call)
+    return found, grader.errors, (folder / "ran").exists()
+
+
+def test_each_reward_file_sees_the_modules_beside_it(crowd):
+    grades, errors, _ = crowd
+    assert [[g.reward for g in grades["siblings", i]] for i in (0, 1)] == [[1] * 8, [2] * 8], errors
 
 
 IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers import AutoConfig\n"
@@ -660,26 +681,26 @@ def test_importing_is_light_and_starts_nothing():
 SHADOWS = "types functools collections warnings importlib calendar statistics secrets csv json".split()
 
 
-def test_no_file_of_a_user_stands_in_for_the_standard_library(tmp_path, monkeypatch):
-    """Ten names, in the working folder and beside the reward. The reward, pebble and math-verify import some
-    of these modules."""
-    folders = {name: tmp_path / name for name in ("working", "rewards")}
-    for place, folder in folders.items():
-        folder.mkdir()
+def with_shadows(root) -> list[str]:
+    """Writes files with the names of modules to `root`/working, and beside one of two reward files. The
+    rewards, pebble and math-verify import some of these modules. Returns the reward functions."""
+    for place in ("working", "rewards"):
+        (root / place).mkdir()
         for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working" else [])]:
-            (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
-    specs = [f"{folder / 'mine.py'}:score" for folder in (tmp_path, folders["rewards"])]
+            (root / place / f"{name}.py").write_text(f"open({str(root / 'ran')!r}, 'a').write({name!r})\n")
+    specs = [f"{folder / 'mine.py'}:score" for folder in (root, root / "rewards")]
     for spec in specs:
         Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
                                    "def score(response):\n"
                                    "    return len(calendar.day_name) / 7 * statistics.mean([1])")
-    monkeypatch.chdir(folders["working"])
-    with Grader(customs=specs) as grader:
-        for spec in specs:
-            grader.submit(spec, "x", "", True, custom=spec)
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 3, grader.errors
-    assert not (tmp_path / "ran").exists()
+    return specs
+
+
+def test_no_file_of_a_user_stands_in_for_the_standard_library(crowd):
+    """Ten names, in the working folder and beside the reward."""
+    grades, errors, stood_in = crowd
+    assert {g.reason for i in (0, 1) for g in grades["shadowed", i]} == {"correct"}, errors
+    assert not stood_in
 
 
 SPOIL = """
@@ -695,18 +716,18 @@ def spoil(lowest, highest):
 """
 
 
-def test_a_function_may_do_what_it_likes_with_descriptors_below_64(tmp_path):
-    """At its import, and in a call."""
+def with_descriptors(folder) -> list[str]:
     codes = {"imports": "spoil(3, 64)\ndef score(response): return 1",
              "calls": "def score(response):\n    spoil(3, 64)\n    return 1"}
     for name, code in codes.items():
-        (tmp_path / f"{name}.py").write_text(SPOIL + code)
-    specs = [f"{tmp_path}/{name}.py:score" for name in codes]
-    with Grader(workers=2, customs=specs) as grader:
-        for i in range(16):
-            grader.submit(i, str(i), "", True, custom=specs[i % 2])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 17, grader.errors
+        (folder / f"{name}.py").write_text(SPOIL + code)
+    return [f"{folder}/{name}.py:score" for name in codes]
+
+
+def test_a_function_may_do_what_it_likes_with_descriptors_below_64(crowd):
+    """At its import, and in a call."""
+    grades, errors, _ = crowd
+    assert [g.reason for i in (0, 1) for g in grades["descriptors", i]] == ["correct"] * 16, errors
 
 
 def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
@@ -741,20 +762,20 @@ def test_an_error_whose_text_raises_is_an_error(custom, error):
         assert grader.errors or grader.servers[0].late >= 3
 
 
-def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path):
-    """At its import (a.py), and in a call (b.py)."""
+def with_patches(folder) -> list[str]:
     patch = "import builtins, math; builtins.abs = math.sqrt = lambda x: 99; os.chdir('/')"
     for name, at_import, at_call in ("a", patch, ""), ("b", "", patch):
-        (tmp_path / f"{name}.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
-                                             "    return abs(-1) == 99\n")
-    (tmp_path / "c.py").write_text("import math, os\ndef score(response):\n"
-                                   "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
-    specs = [f"{tmp_path}/{name}.py:score" for name in "abc"]
-    with Grader(workers=1, customs=specs) as grader:
-        for i in range(18):
-            grader.submit(i, str(i), "", True, custom=specs[i % 3])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+        (folder / f"{name}.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
+                                           "    return abs(-1) == 99\n")
+    (folder / "c.py").write_text("import math, os\ndef score(response):\n"
+                                 "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
+    return [f"{folder}/{name}.py:score" for name in "abc"]
+
+
+def test_what_one_function_changes_in_its_process_reaches_no_other(crowd):
+    """At its import (a.py), and in a call (b.py)."""
+    grades, errors, _ = crowd
+    assert {g.reason for i in (0, 1, 2) for g in grades["patches", i]} == {"correct"}, errors
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
