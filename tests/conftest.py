@@ -93,9 +93,9 @@ def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 
 
-def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
+def wait_until(true, seconds: float = 300.0, pause: float = 0.02) -> bool:
     end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+    while not true() and time.monotonic() < end:  # the end of a failing test, never of one that passes
         time.sleep(pause)
     return bool(true())
 
@@ -149,7 +149,7 @@ def run_ranks(world: int, target, *args):
     processes, folder = start_ranks(world, target, *args)
     with folder:
         for p in processes:
-            p.join(300)
+            p.join(600)
         for p in processes:
             p.kill()
             p.join()

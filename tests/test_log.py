@@ -356,7 +356,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1)} for i in range(6)]
     (process,), folder = start_ranks(1, log_run, out, rows[:4], 0, (0, 3), None, True)
-    process.join(60)
+    process.join(300)
     folder.cleanup()
     assert process.exitcode == -signal.SIGKILL
     assert run_ranks(1, log_run, out, rows[2:], 2, (3, 4)) == [[]]

@@ -399,9 +399,8 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
         assert think_then_answer(text) == open_r1_format(text), text
         right += open_r1_format(text) == 1
     assert right > 500
-    start = time.process_time()
+    # In quadratic time, the next line would take an hour.
     think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
-    assert time.process_time() - start < 5
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
@@ -463,7 +462,7 @@ class Judge(BaseHTTPRequestHandler):
         right = sum(c in asked["rubric"] for c in asked["response"]) / max(len(asked["response"]), 1)
         text = Judge.odd.pop() if Judge.odd and Judge.calls % 10 == 0 else b'{"score": %f}' % right
         if text is None:
-            time.sleep(3)  # `judge` waits at most 1 s
+            self.rfile.read(1)  # until `judge` has given up, after 2 s
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text or b"")
@@ -486,7 +485,7 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"\ndef {name}(" in x]
-    code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=1")
+    code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=2")
     (tmp_path / "mine.py").write_text(code)
     rows = [json.loads(line) | columns[i % len(columns)] for i, line in enumerate(open(base.data[0]))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -505,16 +504,16 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
 # --- killed processes
 
 def test_a_killed_worker_fails_only_its_answer(custom):
-    spec = custom(SLOW)
+    spec = custom(SLOW.replace("    ", "    open(__file__ + response, 'w').close()\n    ", 1))
     with Grader(workers=2, deadline=20, customs=[spec]) as grader:
         server = server_of(grader).pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
-        time.sleep(0.5)  # by now a worker is grading the answer
+        assert wait_until(Path(f"{spec[:-6]}15").exists)
         for i in range(20):
-            grader.submit(i, "0.2", str(i), True, custom=spec)
-        time.sleep(0.3)
-        for worker in children(server):  # one grades the victim, the other an answer of 0.2 seconds
+            grader.submit(i, "0.1", str(i), True, custom=spec)
+        assert wait_until(Path(f"{spec[:-6]}0.1").exists)
+        for worker in children(server):  # one grades the victim, the other an answer of 0.1 seconds
             os.kill(worker, signal.SIGKILL)
         grades = grader.results()
     assert grades["victim"].reason == "error" and "WorkerDied" in grader.errors
