@@ -227,10 +227,12 @@ def base(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("data")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "eval").mkdir()
+    for name, part in ("train.jsonl", rows), ("eval/train.jsonl", rows[::4]):
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in part))
     (folder / "reward.py").write_text(REWARD)
     return dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",),
-        eval_data=(f"{folder}/train.jsonl",), reward=(f"{folder}/reward.py:digits",),
+        eval_data=(f"{folder}/eval/train.jsonl",), reward=(f"{folder}/reward.py:digits",),
         stop=tuple(string.ascii_lowercase), device="cpu", dtype="float32", prompts_per_step=8,
         samples_per_prompt=4, max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2,
         eval_every=2, policy_lr=1e-3, critic_lr=1e-3, keep=5, go=True)
