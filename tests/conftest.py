@@ -4,6 +4,7 @@ import atexit
 import dataclasses
 import functools
 import gc
+import inspect
 import json
 import logging
 import os
@@ -175,6 +176,8 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, default)
         SubprocessHandler._popen = fork_rank
+        # torchrun looks at its stack often. For some frames, `inspect` searches all imported modules.
+        inspect.getmodule = lambda *_: None
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
         run = runpy.run_path
         if words[0] == "-m":
