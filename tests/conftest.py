@@ -4,7 +4,9 @@ import atexit
 import dataclasses
 import functools
 import gc
+import inspect
 import json
+import logging
 import os
 import runpy
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
@@ -42,6 +48,12 @@ def taught(task: tiny_model.Task, folder: Path, count: int, batches: int, batch:
         for name, value in dict(HELD_OUT=count, BATCHES=batches, BATCH=batch, WARMUP=5).items():
             patch.setattr(tiny_model, name, value)
         return tiny_model.build_task(few, str(folder))
+
+
+@pytest.fixture(scope="session")
+def half_right(tmp_path_factory) -> str:
+    """Returns the folder of a tiny model. On four additions, half of its answers are right."""
+    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
@@ -82,9 +94,9 @@ def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1
     return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
 
 
-def wait_until(true, seconds: float = 90.0, pause: float = 0.02) -> bool:
+def wait_until(true, seconds: float = 300.0, pause: float = 0.02) -> bool:
     end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+    while not true() and time.monotonic() < end:  # the end of a failing test, never of one that passes
         time.sleep(pause)
     return bool(true())
 
@@ -138,7 +150,7 @@ def run_ranks(world: int, target, *args):
     processes, folder = start_ranks(world, target, *args)
     with folder:
         for p in processes:
-            p.join(300)
+            p.join(600)
         for p in processes:
             p.kill()
             p.join()
@@ -146,11 +158,26 @@ def run_ranks(world: int, target, *args):
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
-def forked(*words, **options) -> subprocess.Popen:
-    """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr."""
+def forked(*words, environment=None, **options) -> subprocess.Popen:
+    """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr. The ranks
+    that it launches are forks of it.
+
+    environment: all its environment variables; None: those of this process
+    options: of subprocess.Popen"""
 
     def script():
         os.closerange(3, 1000)  # subprocess waits until one of these files is closed
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
+        logging.disable(logging.NOTSET)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):  # a new Python has none of the parent's handlers
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, default)
+        SubprocessHandler._popen = fork_rank
+        # torchrun looks at its stack often. For some frames, `inspect` searches all imported modules.
+        inspect.getmodule = lambda *_: None
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
         run = runpy.run_path
         if words[0] == "-m":
@@ -163,10 +190,20 @@ def forked(*words, **options) -> subprocess.Popen:
             run(sys.argv[0], run_name="__main__")
         except SystemExit as e:
             status = (print(e.code, file=sys.stderr) or 1) if isinstance(e.code, str) else e.code or 0
+        except Exception:
+            traceback.print_exc()
+            status = 1
         atexit._run_exitfuncs()
         os._exit(status)
 
-    return subprocess.Popen("forked", preexec_fn=script, stdout=-1, stderr=-1, text=True, **options)
+    return subprocess.Popen("forked", preexec_fn=script, text=True, **dict(stdout=-1, stderr=-1) | options)
+
+
+def fork_rank(handler, args, environment) -> subprocess.Popen:
+    """Replaces the function of torchrun that runs `python -u WORDS…` for a rank."""
+    assert args[:2] == (sys.executable, "-u"), args
+    return forked(*args[2:], environment=environment, stdout=handler._stdout, stderr=handler._stderr,
+                  start_new_session=True)
 
 
 REWARD = '''
@@ -193,10 +230,12 @@ def base(tiny, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("data")
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 15) for b in range(10, 18)]
-    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "eval").mkdir()
+    for name, part in ("train.jsonl", rows), ("eval/train.jsonl", rows[::4]):
+        (folder / name).write_text("".join(json.dumps(r) + "\n" for r in part))
     (folder / "reward.py").write_text(REWARD)
     return dataclasses.replace(PRESETS["tiny-ppo"], model=tiny, data=(f"{folder}/train.jsonl",),
-        eval_data=(f"{folder}/train.jsonl",), reward=(f"{folder}/reward.py:digits",),
+        eval_data=(f"{folder}/eval/train.jsonl",), reward=(f"{folder}/reward.py:digits",),
         stop=tuple(string.ascii_lowercase), device="cpu", dtype="float32", prompts_per_step=8,
         samples_per_prompt=4, max_response_len=24, pack_len=256, critic_updates=2, steps=4, save_every=2,
         eval_every=2, policy_lr=1e-3, critic_lr=1e-3, keep=5, go=True)

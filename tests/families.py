@@ -140,9 +140,8 @@ def compare_training(path: str, seed: int = 0) -> dict[str, float]:
     return {"logp": float((logp - want).detach().abs().max()), "gradient": float(max(gaps))}
 
 
-def compare_buffers(module: model.PackModel, path: str) -> float:
-    """Returns the largest difference between the buffers of `module` and of transformers' model."""
-    theirs = dict(original(path).named_buffers())
+def compare_buffers(module: model.PackModel, theirs: dict[str, Tensor]) -> float:
+    """Returns the largest difference between the buffers of `module` and those of transformers' model."""
     ours = dict(module.named_buffers())
     assert ours.keys() == theirs.keys()
     return max((float((b.float() - theirs[name]).abs().max()) for name, b in ours.items()), default=0.0)
@@ -160,23 +159,27 @@ def paged_attention(query, keys, values, cu_seqlens, longest, scaling, window, s
         query[:, :, None], k, v, mask[:, None, None], scale=scaling, enable_gqa=True)[:, :, 0]
 
 
-def compare_engine(path: str, kind: str, page: int = 0) -> float:
-    """Returns the largest difference in nats between the log-probs of trainer and engine. page: tokens of a
-    page of the torch engine; 0: rows"""
+def compare_engine(path: str, kind: str, pages: tuple[int, ...] = (0,)) -> float:
+    """Returns the largest difference in nats between the log-probs of trainer and engine, for two versions of
+    the weights. pages: tokens of a page of the torch engine; 0: rows. Each decodes once."""
     cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=64, max_response_len=24, max_num_seqs=8,
                   stop=())
     dtype = torch.bfloat16 if Path(path).name == "qwen3_5" else torch.float32  # see delta_rule_in_fp32
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg, dtype=dtype)
-    engine.page, engine.kernel = page, paged_attention
+    engine.kernel = paged_attention
     if kind == "vllm":
         KEPT.append(engine)
     policy, gap = model.load_policy(path), 0.0
     policy.compute_dtype = dtype
     prompts = {0: [5, 6, 7], 1: [*range(40, 60)], 2: [*range(8, 19)]}
     for version in range(2):
-        with engine.awake(dist.full_weights(policy), version):
-            samples = list(responses(engine, prompts, 3, 0.7, 24, (0,), version))
-        p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
+        samples = []
+        for i, engine.page in enumerate(pages):
+            with engine.awake(dist.full_weights(policy), version):
+                # The second version shows that the engine has new weights. A few tokens are enough.
+                drawn = responses(engine, prompts, 3, 0.7, (16, 8)[version], (i,), version)
+                samples += sorted(drawn, key=lambda s: (s.prompt_id, s.sample_id))
+        p = data.pack(samples)
         with torch.no_grad():
             logp = policy(p, 0.7)[0]
             for q in policy.parameters():

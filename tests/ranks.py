@@ -70,6 +70,9 @@ def all_gradients(jobs) -> list[dict]:
     return [gradients(*job) for job in jobs]
 
 
+LOADED = {}  # settings of the models -> policy, critic and reference, which several jobs use
+
+
 def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
     """Computes the gradients of one update of policy and critic. Returns a dict: name -> whole gradient, and
 
@@ -77,16 +80,21 @@ def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tenso
     "packs": number of this rank's packs
     "sent": numbers of FSDP's all-gathers and all-reduces"""
     world = dist.init("cpu", "float32")
-    policy, critic, ref = load_models(case_of(cfg, world), world)
+    models = (cfg.model, cfg.critic_model, cfg.ref_model, cfg.lora, cfg.algo, cfg.kl_coef > 0,
+              cfg.shard_ranks, cfg.recompute)
+    if models not in LOADED:
+        LOADED[models] = load_models(case_of(cfg, world), world)
+        if ref := LOADED[models][2]:
+            with torch.no_grad():
+                for p in ref.model.parameters():
+                    p.mul_(0.9)
+    policy, critic, ref = LOADED[models]
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
     minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
     counts = dist.gather([len(packs) for packs in minibatches])
     assert all(of_rank == counts[0] for of_rank in counts)
     meter = Meter()
     if ref:
-        with torch.no_grad():
-            for p in ref.model.parameters():
-                p.mul_(0.9)
         minibatches = train.add_logp(minibatches, "ref_logp", ref, cfg)
     if critic:
         minibatches = train.estimate_advantages(critic, minibatches, cfg, meter)
@@ -102,6 +110,7 @@ def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tenso
                 for p in accumulate(role.model, packs):
                     pack_loss(role.model, p, *denominators, cfg, meter).backward()
             out |= {f"{role.name}.{n}": full(p.grad) for n, p in role.model.named_parameters()}
+            role.model.zero_grad()
     metrics = meter.reduce()
     return out | {"metrics": metrics, "packs": len(packs),
                   "sent": [sent.counts[kind] for kind in ("allgather", "allreduce")]}

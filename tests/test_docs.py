@@ -11,7 +11,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT, forked, wait_until
@@ -111,11 +110,8 @@ def test_commands_that_can_run_here_do(placeholders):
             continue
         assert command.startswith("python "), f"not run and not in CANNOT: {command}"
         filled = shlex.split(re.sub(holes, lambda m: placeholders[m[0]], command))
-        if filled[1:3] == ["-m", "pytest"]:
-            assert subprocess.check_output([sys.executable, *filled[1:]], cwd=ROOT)
-        else:
-            process = forked(*filled[1:], cwd=ROOT)
-            assert any(process.communicate()) and process.returncode == 0, filled
+        process = forked(*filled[1:], cwd=ROOT)
+        assert any(process.communicate()) and process.returncode == 0, filled
         ran.append(command.removeprefix("python ").removeprefix("-m ").split()[0])
     assert {"tools.plan", "train.py", "reward.py", "ckpt.py", "tools.report", "pytest"} <= set(ran)
 
@@ -173,7 +169,7 @@ def test_the_slurm_script_saves_and_requeues(tmp_path, signalled, last):
     if signalled:
         assert wait_until((tmp_path / "pid").exists)
         job.send_signal(signal.SIGUSR1)
-    status = job.wait(30)
+    status = job.wait(300)
     called = (tmp_path / "arguments").read_text()
     assert "--rdzv-endpoint first:29500 --rdzv-id 7.0 " in called and f"--out {tmp_path}/run" in called
     assert (tmp_path / "saved").exists() == signalled and (status == 3) == (not signalled)

@@ -87,9 +87,11 @@ def sources(root: Path) -> dict[str, Path]:
 
 
 def fork(folder: Path, edits) -> str:
-    for name, file in sources(ROOT).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy(file, folder / name)
+    for file in ROOT.glob("*.py"):
+        shutil.copy2(file, folder)
+    for name in (*FOLDERS[1:], "__pycache__"):  # with what Python has compiled
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.pyc.*"))
     for name, old, new in edits:
         file = folder / name
         text = file.read_text(encoding="utf-8") if old else ""

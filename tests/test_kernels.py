@@ -1,6 +1,7 @@
 """Tests of kernels.py, in Triton's interpreter, and of the MLP in model.py that uses them."""
 
-import itertools
+import os
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -16,11 +17,17 @@ import model
 @pytest.fixture(scope="module")
 def kernels():
     """A function that calls a function of kernels.py in Triton's interpreter. Triton reads TRITON_INTERPRET
-    when it is imported, so the interpreter runs in a new process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            yield lambda name, *args: pool.submit(call, name, args).result()
+    when it is imported, so the interpreter runs in another process, which imports Triton again."""
+    with ProcessPoolExecutor(1, get_context("fork"), interpreted) as pool:
+        yield lambda name, *args: pool.submit(call, name, args).result()
+
+
+def interpreted():
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+    for name in [*sys.modules]:
+        if name == "kernels" or name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
 
 
 def call(name, args):
@@ -44,7 +51,7 @@ def in_fp64(z, targets, temperature, g_logp, g_entropy):
 
 
 @pytest.mark.parametrize("form", ["kernels", "model"])
-@pytest.mark.parametrize("vocabulary,rows", [(1000, 5), (8192, 1), (8193, 3), (151936, 2), (250000, 1)])
+@pytest.mark.parametrize("vocabulary,rows", [(1000, 5), (8192, 1), (8193, 3), (151936, 2)])
 def test_the_head_equals_a_softmax_in_fp64(form, vocabulary, rows, kernels):
     """The logits reach ±12, so at temperature 0.05 their rounding to fp32 is 1e-5. The first row's gradients
     are 0, as those of a token outside the loss."""
@@ -55,15 +62,16 @@ def test_the_head_equals_a_softmax_in_fp64(form, vocabulary, rows, kernels):
     g_logp, g_entropy = (torch.randn(rows, generator=g) for _ in range(2))
     if rows > 1:
         g_logp[0] = g_entropy[0] = 0
-    for temperature, of_entropy in itertools.product((0.05, 1.0, 5.0), (g_entropy, 0 * g_entropy)):
+    for temperature in (0.05, 1.0, 5.0):
         scale = 1 / temperature
         logp, entropy, lse = form("log_probs", z, targets, scale)
-        saved = targets, lse, entropy, g_logp, of_entropy
-        grad = form("logits_grad", z, scale, torch.float32, *saved)
-        want = in_fp64(z, targets, temperature, g_logp, of_entropy)
-        for got, exact in zip((logp, entropy, grad), want, strict=True):
-            assert (got - exact).abs().max() <= 1e-4 * max(1.0, float(exact.abs().max()))
-        assert rows == 1 or not grad[0].any()
+        for of_entropy in (g_entropy, 0 * g_entropy):
+            saved = targets, lse, entropy, g_logp, of_entropy
+            grad = form("logits_grad", z, scale, torch.float32, *saved)
+            want = in_fp64(z, targets, temperature, g_logp, of_entropy)
+            for got, exact in zip((logp, entropy, grad), want, strict=True):
+                assert (got - exact).abs().max() <= 1e-4 * max(1.0, float(exact.abs().max()))
+            assert rows == 1 or not grad[0].any()
         rounded = form("logits_grad", z, scale, torch.bfloat16, *saved)
         torch.testing.assert_close(rounded.float(), grad, rtol=2**-7, atol=1e-30)
 

@@ -358,7 +358,7 @@ def test_wandb_has_the_rows_of_the_run_and_no_step_twice(wandb, tmp_path):
     out.mkdir()
     rows = [{"step": i, "reward": i / 4, "eval/my set/avg@4": 1 / (i + 1)} for i in range(6)]
     (process,), folder = start_ranks(1, log_run, out, rows[:4], 0, (0, 3), None, True)
-    process.join(60)
+    process.join(300)
     folder.cleanup()
     assert process.exitcode == -signal.SIGKILL
     assert run_ranks(1, log_run, out, rows[2:], 2, (3, 4)) == [[]]
@@ -463,7 +463,7 @@ def test_all_or_some_samples_are_saved_with_log_probs_or_without(base, tmp_path)
                     for kind in ("samples", "eval") for file in (tmp_path / name / kind).glob("*")}
              for name in cases}
     first, second = "samples/step_000000.jsonl", "samples/step_000001.jsonl"
-    evals = dict.fromkeys(["eval/step_000000.jsonl", "eval/step_000002.jsonl"], 40)
+    evals = dict.fromkeys(["eval/step_000000.jsonl", "eval/step_000002.jsonl"], 10)
     counts = {name: {file: len(rows) for file, rows in files.items()} for name, files in saved.items()}
     assert counts == {"all": {first: 40, second: 40} | evals, "some": {first: 32} | evals}
     assert not {"ids", "logps"} & set(saved["some"][first][0])

@@ -182,10 +182,10 @@ def test_what_a_recipe_can_not_do_is_refused(base):
         train.add_group_advantages(samples, cfg)
 
 
-def test_a_profiled_step_is_in_a_trace_with_its_phases_and_changes_no_bit(base, two_ranks, tmp_path, capfd):
-    rows, weights = run(dataclasses.replace(base, profile=1), tmp_path / "p", ranks=2)
-    assert maths(rows) == maths(two_ranks[1])
-    assert all(torch.equal(weights[k], two_ranks[2][k]) for k in weights)
+def test_a_profiled_step_is_in_a_trace_with_its_phases_and_changes_no_bit(base, one_rank, tmp_path, capfd):
+    rows, weights = run(dataclasses.replace(base, profile=1), tmp_path / "p")
+    assert maths(rows) == maths(one_rank[1])
+    assert all(torch.equal(weights[k], one_rank[2][k]) for k in weights)
     events = json.loads((tmp_path / "p/profile_000001.json").read_text())["traceEvents"]
     names = {event.get("name") for event in events}
     assert {"rollout", "critic", "policy", "aten::mm", "[memory]"} <= names and "start/models" not in names

@@ -4,11 +4,8 @@ import json
 import os
 import re
 
-import pytest
 import torch
-from conftest import ROOT, run_ranks, taught
-
-from tools import tiny
+from conftest import ROOT, run_ranks
 
 NOTEBOOK = ROOT / "notebooks" / "tour.ipynb"
 
@@ -16,12 +13,6 @@ NOTEBOOK = ROOT / "notebooks" / "tour.ipynb"
 def cells(kind: str) -> list[dict]:
     book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     return [c for c in book["cells"] if c["cell_type"] == kind]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    """Returns the folder of a tiny model. On four additions, half of its answers are right."""
-    return taught(tiny.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
 
 
 def execute(base: str, steps: int) -> dict:
@@ -47,8 +38,8 @@ def execute(base: str, steps: int) -> dict:
             "rewards": [s.reward for s in names["first"]]}
 
 
-def test_every_cell_runs_and_the_policy_learns(base):
-    seen = run_ranks(1, execute, base, 3)[0]
+def test_every_cell_runs_and_the_policy_learns(half_right):
+    seen = run_ranks(1, execute, half_right, 3)[0]
     rewards = [reward for reward, _ in seen["history"]]
     assert len(rewards) == 3 and all(seen["moved"])
     assert 0 < sum(seen["rewards"]) < len(seen["rewards"])
@@ -56,11 +47,11 @@ def test_every_cell_runs_and_the_policy_learns(base):
     assert len(seen["lines"]) == 6 and all(seen["lines"])
 
 
-def test_the_example_of_the_docs_computes_the_policys_loss(base, tmp_path, monkeypatch):
+def test_the_example_of_the_docs_computes_the_policys_loss(half_right, tmp_path, monkeypatch):
     """Runs the code of docs/faq.md. Its ratio is 1, so its loss is minus the mean advantage of the tokens."""
     (code,) = re.findall(r"```python\n(from configs.*?)```", (ROOT / "docs/faq.md").read_text(), re.DOTALL)
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/tiny-base-0").symlink_to(base)
+    (tmp_path / "runs/tiny-base-0").symlink_to(half_right)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     exec(code, names)

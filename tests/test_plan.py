@@ -437,13 +437,12 @@ def test_a_machine_with_too_little_memory_is_refused():
 
 def test_the_command_prints_the_plan_at_once_and_without_torch():
     code = """if True:
-        import sys, time, tools.plan
+        import sys, tools.plan
         sys.argv = "tools.plan orz-7b --layout production --gpu H200".split()
         tools.plan.main()
-        print("torch" in sys.modules, time.process_time(), file=sys.stderr)"""
+        print(*{"torch", "transformers", "matplotlib"} & {*sys.modules}, file=sys.stderr)"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    torch_there, cpu = done.stderr.split()
-    assert torch_there == "False" and float(cpu) < 5
+    assert done.stderr == "\n"  # no slow module was imported
     assert max(map(len, done.stdout.splitlines())) <= 80
     flat = " ".join(done.stdout.split())
     for words in ("ranks 32", "7,615,616,512", "samples a step 8,192", "samples an update 683 8,192",

@@ -4,14 +4,12 @@ import dataclasses
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Operations, run_ranks, wait_until
+from conftest import ROOT, Operations, forked, run_ranks, wait_until
 from ranks import (
     all_gradients,
     in_bf16,
@@ -143,14 +141,14 @@ def test_a_run_goes_on_without_a_node_that_is_gone(base, two_ranks, tmp_path):
                        f"import train\ntrain.main(pickle.loads({pickled}))")
     words = (f"--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --max-restarts 3 "
              "--monitor-interval 0.2 --rdzv-conf last_call_timeout=2,keep_alive_interval=1,is_host=")
-    command = [sys.executable, "-m", "torch.distributed.run", *words.split()]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    agents = [subprocess.Popen([*command[:-1], command[-1] + host, str(program)], env=env) for host in "10"]
+    agents = [forked("-m", "torch.distributed.run", *f"{words}{host}".split(), str(program), environment=env,
+                     stdout=None, stderr=None) for host in "10"]
     assert wait_until(lambda: list(out.glob("ckpt/step_000001")), pause=0.002)
     rank = Path(f"/proc/{agents[1].pid}/task/{agents[1].pid}/children").read_text()
     for pid in [agents[1].pid, *map(int, rank.split())]:
         os.kill(pid, signal.SIGKILL)
-    assert [agent.wait(60) for agent in agents] == [0, -signal.SIGKILL]
+    assert [agent.wait(300) for agent in agents] == [0, -signal.SIGKILL]
     a, b = ([row["reward"] for row in rows[:-1]] for rows in (read_metrics(out), two_ranks[1]))
     assert a == pytest.approx(b, abs=0.02) and len(list(out.glob("ckpt/step_000004/shard*"))) == 1
 

@@ -170,7 +170,7 @@ def analogue(name, base, folder):
     return dataclasses.replace(
         preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, save_every=0, warmup_updates=0,
         # The reference differs from the policy after the first step, the rate's decay shows in the third.
-        steps=3 if preset.lr_decay != "constant" else 2 if preset.kl_coef else 1,
+        steps=3 if dict(lr_decay="constant") in TERMS[name] else 2 if preset.kl_coef else 1,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         passes_per_step=min(preset.passes_per_step, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
@@ -208,22 +208,23 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, one_rank, tmp_path)
 @pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 4, 0.3),
                                                    ("rlvr-8b", "rlvr", 6, 0.1)])
 def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    model = taught(tasks.TASKS[style], tmp_path / "model", count=12, batches=160, batch=16)
-    sizes = """samples_per_prompt prompts_per_step max_model_len pack_len max_num_seqs policy_lr critic_lr
-        betas recompute warmup_updates""".split()
+    model = taught(tasks.TASKS[style], tmp_path / "model", count=4, batches=80, batch=16)
+    sizes = """samples_per_prompt max_model_len pack_len max_num_seqs policy_lr critic_lr betas recompute
+        warmup_updates""".split()
     cfg = dataclasses.replace(
         PRESETS[name], **{k: getattr(PRESETS["tiny-ppo"], k) for k in sizes}, model=model, steps=steps,
         data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_every=steps, save_every=0,
-        eval_samples=(8,), epochs=0, total_episodes=0, max_prompt_len=32, max_response_len=56)
+        eval_samples=(24,), epochs=0, total_episodes=0, max_prompt_len=32, max_response_len=56,
+        prompts_per_step=8)
     if PRESETS[name].samples_per_prompt == 1:
-        cfg = dataclasses.replace(cfg, samples_per_prompt=1, prompts_per_step=64)
+        cfg = dataclasses.replace(cfg, samples_per_prompt=1, prompts_per_step=32)
     rows, _ = run(cfg, tmp_path / "run")
-    first, *_, last = [row["eval/heldout/avg@8"] for row in rows if "eval/heldout/avg@8" in row]
+    first, *_, last = [row["eval/heldout/avg@24"] for row in rows if "eval/heldout/avg@24" in row]
     assert first <= 0.6 and last >= first + gain
 
 
 def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
-    model = shape.build(f"{tmp_path}/model", "0.5b", layers=2, vocab=8192, chat=True)
+    model = shape.build(f"{tmp_path}/model", "0.5b", layers=1, vocab=8192, chat=True)
     rows = [{"question": f"Ann has {a} apples and buys {b:,} more. How many has she?",
              "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b:,}"}
             for a in range(20) for b in (990, 1005)]

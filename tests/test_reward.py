@@ -317,21 +317,42 @@ def score(response, answer, kind):
 """}
 
 
-def test_each_reward_file_sees_the_modules_beside_it(tmp_path):
-    specs = {}
-    for n, folder in enumerate(("a", "b"), 1):
-        for name, text in SIBLINGS.items():
-            path = tmp_path / folder / name
+def with_siblings(folder) -> list[str]:
+    """Writes two reward files and the modules beside each. Returns their functions."""
+    for n, name in enumerate(("a", "b"), 1):
+        for file, text in SIBLINGS.items():
+            path = folder / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text.format(n=n))
-        specs[n] = f"{tmp_path}/{folder}/mine.py:score"
-    with Grader(workers=1, customs=list(specs.values())) as grader:
-        for i in range(6):
-            grader.submit(i, "x", str(i), True, custom=specs[1 + i % 2])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        grades = grader.results()
+    return [f"{folder}/{name}/mine.py:score" for name in "ab"]
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """Grades with reward functions that disturb each other, or would if they could. All have one Grader,
+    whose comparisons must be right, too. Returns (kind of function, its number) -> grades; the Grader's
+    errors; and whether a user's file stood in for a module of the standard library."""
+    folder, found = tmp_path_factory.mktemp("crowd"), {}
+    specs = {"siblings": with_siblings(folder), "shadowed": with_shadows(folder),
+             "descriptors": with_descriptors(folder), "patches": with_patches(folder)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder / "working")
+        with Grader(workers=1, customs=sum(specs.values(), [])) as grader:
+            for i in range(8):
+                for kind, functions in specs.items():
+                    for spec in functions:
+                        grader.submit((kind, i, spec), f"x{i}", "", True, custom=spec)
+            grader.submit("compared", boxed("x+1"), "1+x", True)
+            grades = grader.results()
     assert grades.pop("compared").reason == "correct"
-    assert [grades[i].reward for i in range(6)] == [1, 2, 1, 2, 1, 2], grader.errors
+    for (kind, _, spec), of_call in sorted(grades.items()):
+        found.setdefault((kind, specs[kind].index(spec)), []).append(of_call)
+    return found, grader.errors, (folder / "ran").exists()
+
+
+def test_each_reward_file_sees_the_modules_beside_it(crowd):
+    grades, errors, _ = crowd
+    assert [[g.reward for g in grades["siblings", i]] for i in (0, 1)] == [[1] * 8, [2] * 8], errors
 
 
 IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers import AutoConfig\n"
@@ -378,9 +399,8 @@ def test_the_format_reward_is_open_r1s_and_takes_linear_time():
         assert think_then_answer(text) == open_r1_format(text), text
         right += open_r1_format(text) == 1
     assert right > 500
-    start = time.process_time()
+    # In quadratic time, the next line would take an hour.
     think_then_answer("<think>\n" + "\n</think>\n<answer>\n" * 100_000 + "\n</answer> " * 100_000)
-    assert time.process_time() - start < 5
 
 
 def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
@@ -405,8 +425,8 @@ def test_a_function_gets_what_its_parameters_name_and_may_wait(custom):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_function_that_hangs_is_given_up(custom, monkeypatch, stops):
     """After 8 timeouts in a row, or a signal to stop, the remaining calls count as timeouts."""
-    monkeypatch.setattr(worker, "TELL", 0.5)
-    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 1, 2\ntime.sleep(1.5)"), [], []
+    monkeypatch.setattr(worker, "TELL", 0)
+    spec, told, stop = custom(f"{SLOW}\nseconds, parallel = 0.3, 2"), [], []
     say = lambda text: (told.append(text), stop.extend([1] * (stops and "40 calls" in text)))  # noqa: E731
     with Grader(customs=[spec], say=say, stop=stop) as grader:
         for i in range(40):
@@ -442,7 +462,7 @@ class Judge(BaseHTTPRequestHandler):
         right = sum(c in asked["rubric"] for c in asked["response"]) / max(len(asked["response"]), 1)
         text = Judge.odd.pop() if Judge.odd and Judge.calls % 10 == 0 else b'{"score": %f}' % right
         if text is None:
-            time.sleep(3)  # `judge` waits at most 1 s
+            self.rfile.read(1)  # until `judge` has given up, after 2 s
         self.send_response(200)
         self.end_headers()
         self.wfile.write(text or b"")
@@ -455,18 +475,19 @@ DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
 DIGITS = "0123456789"
 
 
-@pytest.mark.parametrize(("name", "column", "changes"), [
-    ("judge", {"rubric": DIGITS}, {"steps": 8}),
-    ("passes", {"tests": ["pass", "'ok'"]}, {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
-def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column, changes):
+@pytest.mark.parametrize(("name", "columns", "changes"), [
+    ("judge", [{"rubric": DIGITS}], {"steps": 8}),
+    ("passes", [{"tests": ["pass"]}, {"tests": ["'ok'"]}, {"tests": ["pass", "'ok'"]}, {"tests": ["pass"]}],
+     {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
+def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, columns, changes):
     """Trains with two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. `passes`
     runs a program for each test of the row: the response with the test appended."""
     server = type("", (ThreadingHTTPServer,), {"request_queue_size": 64})(("localhost", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (code,) = [x for x in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL) if f"\ndef {name}(" in x]
-    code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=1")
+    code = code.replace("8765", str(server.server_port)).replace("timeout=20", "timeout=2")
     (tmp_path / "mine.py").write_text(code)
-    rows = [json.loads(line) | column for line in open(base.data[0])]
+    rows = [json.loads(line) | columns[i % len(columns)] for i, line in enumerate(open(base.data[0]))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), save_every=0,
                   policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
@@ -483,16 +504,16 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
 # --- killed processes
 
 def test_a_killed_worker_fails_only_its_answer(custom):
-    spec = custom(SLOW)
+    spec = custom(SLOW.replace("    ", "    open(__file__ + response, 'w').close()\n    ", 1))
     with Grader(workers=2, deadline=20, customs=[spec]) as grader:
         server = server_of(grader).pid
         assert ready(grader, spec) and wait_until(lambda: len(children(server)) == 2)
         grader.submit("victim", "15", "", True, custom=spec)
-        time.sleep(0.5)  # by now a worker is grading the answer
+        assert wait_until(Path(f"{spec[:-6]}15").exists)
         for i in range(20):
-            grader.submit(i, "0.2", str(i), True, custom=spec)
-        time.sleep(0.3)
-        for worker in children(server):  # one grades the victim, the other an answer of 0.2 seconds
+            grader.submit(i, "0.1", str(i), True, custom=spec)
+        assert wait_until(Path(f"{spec[:-6]}0.1").exists)
+        for worker in children(server):  # one grades the victim, the other an answer of 0.1 seconds
             os.kill(worker, signal.SIGKILL)
         grades = grader.results()
     assert grades["victim"].reason == "error" and "WorkerDied" in grader.errors
@@ -659,26 +680,26 @@ def test_importing_is_light_and_starts_nothing():
 SHADOWS = "types functools collections warnings importlib calendar statistics secrets csv json".split()
 
 
-def test_no_file_of_a_user_stands_in_for_the_standard_library(tmp_path, monkeypatch):
-    """Ten names, in the working folder and beside the reward. The reward, pebble and math-verify import some
-    of these modules."""
-    folders = {name: tmp_path / name for name in ("working", "rewards")}
-    for place, folder in folders.items():
-        folder.mkdir()
+def with_shadows(root) -> list[str]:
+    """Writes files with the names of modules to `root`/working, and beside one of two reward files. The
+    rewards, pebble and math-verify import some of these modules. Returns the reward functions."""
+    for place in ("working", "rewards"):
+        (root / place).mkdir()
         for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working" else [])]:
-            (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})\n")
-    specs = [f"{folder / 'mine.py'}:score" for folder in (tmp_path, folders["rewards"])]
+            (root / place / f"{name}.py").write_text(f"open({str(root / 'ran')!r}, 'a').write({name!r})\n")
+    specs = [f"{folder / 'mine.py'}:score" for folder in (root, root / "rewards")]
     for spec in specs:
         Path(spec[:-6]).write_text(f"import {', '.join(SHADOWS)}\n"
                                    "def score(response):\n"
                                    "    return len(calendar.day_name) / 7 * statistics.mean([1])")
-    monkeypatch.chdir(folders["working"])
-    with Grader(customs=specs) as grader:
-        for spec in specs:
-            grader.submit(spec, "x", "", True, custom=spec)
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 3, grader.errors
-    assert not (tmp_path / "ran").exists()
+    return specs
+
+
+def test_no_file_of_a_user_stands_in_for_the_standard_library(crowd):
+    """Ten names, in the working folder and beside the reward."""
+    grades, errors, stood_in = crowd
+    assert {g.reason for i in (0, 1) for g in grades["shadowed", i]} == {"correct"}, errors
+    assert not stood_in
 
 
 SPOIL = """
@@ -694,18 +715,18 @@ def spoil(lowest, highest):
 """
 
 
-def test_a_function_may_do_what_it_likes_with_descriptors_below_64(tmp_path):
-    """At its import, and in a call."""
+def with_descriptors(folder) -> list[str]:
     codes = {"imports": "spoil(3, 64)\ndef score(response): return 1",
              "calls": "def score(response):\n    spoil(3, 64)\n    return 1"}
     for name, code in codes.items():
-        (tmp_path / f"{name}.py").write_text(SPOIL + code)
-    specs = [f"{tmp_path}/{name}.py:score" for name in codes]
-    with Grader(workers=2, customs=specs) as grader:
-        for i in range(16):
-            grader.submit(i, str(i), "", True, custom=specs[i % 2])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert [g.reason for g in grader.results().values()] == ["correct"] * 17, grader.errors
+        (folder / f"{name}.py").write_text(SPOIL + code)
+    return [f"{folder}/{name}.py:score" for name in codes]
+
+
+def test_a_function_may_do_what_it_likes_with_descriptors_below_64(crowd):
+    """At its import, and in a call."""
+    grades, errors, _ = crowd
+    assert [g.reason for i in (0, 1) for g in grades["descriptors", i]] == ["correct"] * 16, errors
 
 
 def test_a_function_that_writes_to_every_descriptor_fails_alone(custom):
@@ -740,20 +761,20 @@ def test_an_error_whose_text_raises_is_an_error(custom, error):
         assert grader.errors or grader.servers[0].late >= 3
 
 
-def test_what_one_function_changes_in_its_process_reaches_no_other(tmp_path):
-    """At its import (a.py), and in a call (b.py)."""
+def with_patches(folder) -> list[str]:
     patch = "import builtins, math; builtins.abs = math.sqrt = lambda x: 99; os.chdir('/')"
     for name, at_import, at_call in ("a", patch, ""), ("b", "", patch):
-        (tmp_path / f"{name}.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
-                                             "    return abs(-1) == 99\n")
-    (tmp_path / "c.py").write_text("import math, os\ndef score(response):\n"
-                                   "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
-    specs = [f"{tmp_path}/{name}.py:score" for name in "abc"]
-    with Grader(workers=1, customs=specs) as grader:
-        for i in range(18):
-            grader.submit(i, str(i), "", True, custom=specs[i % 3])
-        grader.submit("compared", boxed("x+1"), "1+x", True)
-        assert {g.reason for g in grader.results().values()} == {"correct"}, grader.errors
+        (folder / f"{name}.py").write_text(f"import os\n{at_import}\ndef score(response):\n    {at_call}\n"
+                                           "    return abs(-1) == 99\n")
+    (folder / "c.py").write_text("import math, os\ndef score(response):\n"
+                                 "    return math.sqrt(4) == 2 and abs(-1) == 1 and os.getcwd() != '/'\n")
+    return [f"{folder}/{name}.py:score" for name in "abc"]
+
+
+def test_what_one_function_changes_in_its_process_reaches_no_other(crowd):
+    """At its import (a.py), and in a call (b.py)."""
+    grades, errors, _ = crowd
+    assert {g.reason for i in (0, 1, 2) for g in grades["patches", i]} == {"correct"}, errors
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -802,7 +823,7 @@ def test_no_process_of_a_function_outlives_the_grader(custom, how):
         assert bool(grader.failure) == (how == "killer")
         if how == "killer":
             assert spec in grader.failure
-    assert wait_until(lambda: not marked_processes(mark), seconds=10)  # killed: ends soon
+    assert wait_until(lambda: not marked_processes(mark))
 
 
 def marked_processes(mark):

@@ -407,11 +407,13 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
     assert min(counts.values()) > 1000, counts
 
 
-def gold_rows(hopeless: int, count: int) -> str:
-    kinds = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
-    bad = [{"prompt": f"p{i}="} | kinds[i % 2] for i in range(hopeless)]
-    good = [{"prompt": f"q{i}=", "answer": a} for i in range(count - hopeless)
-            for a in [[str(i), rf"\frac{{{i}}}{{7}}", f"{i}.5", f"x^2+{i}", f"east_{i}"][i % 5]]]
+def gold_rows(hopeless: int, count: int, few: int = 7) -> str:
+    """few: how many of the good answers are no integers. Only with 0, no answer needs math-verify."""
+    wrong = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
+    bad = [{"prompt": f"p{i}="} | wrong[i % 2 * bool(few)] for i in range(hopeless)]
+    kinds = [rf"\frac{{{i}}}{{7}}" for i in (1, 2)] + ["3.5", "x^2+4", "x^2+5", "east_6", "east_7"]
+    answers = (kinds[:few] + [str(i) for i in range(count)])[:count - hopeless]
+    good = [{"prompt": f"q{i}=", "answer": answer} for i, answer in enumerate(answers)]
     return "".join(json.dumps(row) + "\n" for row in bad + good)
 
 
@@ -436,7 +438,7 @@ def test_gold_answers_that_cannot_be_graded_end_the_start(base, gold_check, tmp_
     assert said.startswith("--data: 1 of 150")
     assert gold_check(replace(cfg, reward=base.reward)) == []
     monkeypatch.setattr("guard.checks.GOLD_SAMPLE", 100)
-    path.write_text(gold_rows(75, 150))
+    path.write_text(gold_rows(75, 150, few=0))
     sample = gold_check(cfg)
     assert run_ranks(2, ranks.gold_check, cfg) == [sample, sample]
     assert 30 < int(re.match(r"--data: (\d+) of 100 gold answers", sample[0])[1]) < 70

@@ -38,22 +38,21 @@ def test_what_only_measures_changes_no_bit(base, one_rank, untied, tmp_path, met
 
 
 @pytest.fixture(scope="module")
-def base_and_teacher(tmp_path_factory):
-    """The base guesses half of its answers. The teacher never learned to guess."""
-    tasks = tiny.SUMS, tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
-    return [taught(t, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=16) for t in tasks]
+def teacher(tmp_path_factory):
+    """Returns the folder of a model that never learned to guess."""
+    task = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
+    return taught(task, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=16)
 
 
 @pytest.mark.parametrize("changes", [
     dict(algo="grpo", critic_updates=1, kl_estimator="k2"),
     dict(kl_in="reward", kl_estimator="k1")], ids=["KL in the loss", "KL in the reward"])
-def test_a_teacher_teaches_without_any_reward(base_and_teacher, tmp_path, changes):
+def test_a_teacher_teaches_without_any_reward(half_right, teacher, tmp_path, changes):
     """Because the reward has weight 0, the policy can improve only through the KL term."""
-    model, teacher = base_and_teacher
     cfg = dataclasses.replace(
-        PRESETS["tiny-ppo"], **changes, model=model, ref_model=teacher, reward=("math=0",), kl_coef=1.0,
-        data=(f"{model}/train.jsonl",), eval_data=(f"{model}/heldout.jsonl",), eval_samples=(64,), steps=5,
-        eval_every=5, save_every=0, prompts_per_step=8)
+        PRESETS["tiny-ppo"], **changes, model=half_right, ref_model=teacher, reward=("math=0",), kl_coef=1.0,
+        data=(f"{half_right}/train.jsonl",), eval_data=(f"{half_right}/heldout.jsonl",), eval_samples=(64,),
+        steps=5, eval_every=5, save_every=0, prompts_per_step=8)
     rows, _ = run(cfg, tmp_path / "run")
     assert all(row["score"] == 0 < row["reward"] for row in rows if "score" in row)
     first, last = (row["eval/heldout/avg@64"] for row in rows if "eval/heldout/avg@64" in row)
