@@ -32,26 +32,11 @@ from jinja2 import meta
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, explained, require, show
+from configs import Config, Say, explained, prompt_form, require, show
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
 
-TEMPLATES = {
-    # Open-Reasoner-Zero's prompt, word for word
-    "orz": (
-        "A conversation between User and Assistant. The User asks a question, and the "
-        "Assistant solves it. The Assistant first thinks about the reasoning process "
-        "in the mind and then provides the User with the answer. The reasoning process "
-        "is enclosed within <think> </think> and answer is enclosed within <answer> "
-        "</answer> tags, respectively, i.e., <think> reasoning process here </think> "
-        "<answer> answer here </answer>. User: You must put your answer inside "
-        "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
-        "answer will be extracted automatically by the \\boxed{} tag.\n"
-        "This is the problem:\n{problem}\nAssistant: <think>"
-    ),
-    "plain": "{problem}<think>",
-}
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
@@ -334,24 +319,6 @@ def prompt_encoder(
         return ids
 
     return encode
-
-
-def prompt_form(template: str) -> str:
-    """Returns the text of a template, which contains {problem}; for "chat", returns "". Raises UserError if
-    the template is missing or lacks {problem}."""
-    if template == "chat":
-        return ""
-    if template in TEMPLATES:
-        return TEMPLATES[template]
-    require(
-        os.path.isfile(template),
-        f"no template {template!r}",
-        "--template orz, plain, chat or a text file with {problem}",
-    )
-    with explained(f"{template} can't be read", "a UTF-8 text with {problem}"):
-        form = Path(template).read_text(encoding="utf-8-sig")
-    require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
-    return form
 
 
 def _stop_template(*_):

@@ -34,12 +34,17 @@ from configs import (
     user_errors,
 )
 from guard.lock import FolderLock
+from reward import check_functions
+from tools.plan import check_ranks
 
 # Before the slow `import torch`, so that --help and wrong flags get a quick answer.
 if __name__ == "__main__":
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
+        check_functions(CONFIG)
+        if "RANK" not in os.environ:
+            check_ranks(CONFIG, CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1)
         if os.environ.get("RANK", "0") == "0":
             FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
@@ -293,7 +298,7 @@ def draw(
     key: tuple[int, ...],
     carried: Sequence[Sample] = (),
 ) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training. Add the extra rewards (rollout.REWARD_PARTS) to the
+    """Call `rollout` with the settings of training. Add the extra rewards (reward.REWARD_PARTS) to the
     samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
     trajectories that the next step continues.
 
