@@ -688,6 +688,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, or FLAG=VALUE,VALUE")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the tables")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
+    parser.error = partial(require, False, needed="python -m bench.ablations --help")
     args = parser.parse_args()
     require(1 <= args.seeds <= 30, f"--seeds {args.seeds}", "1 to 30")
     require(args.jobs >= 1, f"--jobs {args.jobs}", "1 or more")
