@@ -455,10 +455,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
 def deal(keys: Sequence[Key], engine: Engine) -> dict[Key, int]:
     """Returns a dict: key of a sample -> the rank that samples it. A prompt's samples are spread over the
     ranks, so that no engine has all samples of a prompt with long responses."""
-    home = {}
-    for at, key in enumerate(sorted(keys)):
-        home[key] = at % engine.ranks
-    return home
+    return {key: at % engine.ranks for at, key in enumerate(sorted(keys))}
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
@@ -572,14 +569,7 @@ def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) 
     UserError as set_names and load_problems do."""
     sets = {}
     for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True):
-        sets[name] = load_problems(
-            [path],
-            tokenizer,
-            cfg,
-            say,
-            cfg.engine_len,
-            keep_fields,
-        )
+        sets[name] = load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
     return sets
 
 
@@ -641,20 +631,15 @@ def score_sets(
         )
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
-        mine = []
-        for s in samples:
-            row = sample_row(s, problems[s.prompt_id], cfg.save_logps)
-            mine.append({"set": name} | row)
-        rows += dist.gather_rows(mine)
+        mine = [sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
+        rows += dist.gather_rows([{"set": name} | row for row in mine])
     return scores, rows
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns a dict: metric -> list with one value for each problem (see `accuracy`). The lists have the
     problems of all ranks, ordered by prompt_id."""
-    mine = []
-    for group in group_by_prompt(samples):
-        mine.append((group[0].prompt_id, accuracy(group, n)))
+    mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
     for _, metrics in sorted(dist.gather_all(mine), key=lambda row: row[0]):
         for metric, value in metrics.items():

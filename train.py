@@ -43,18 +43,21 @@ if __name__ == "__main__":
         CONFIG = parse()
         check_paths(CONFIG)
         check_functions(CONFIG)
+        main_rank = os.environ.get("RANK", "0") == "0"
+        starts = 0  # ranks that this process starts: 0 under torchrun
         if "RANK" not in os.environ:
-            check_ranks(CONFIG, CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1)
-        if os.environ.get("RANK", "0") == "0":
+            starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
+            check_ranks(CONFIG, starts)
+        if main_rank:
             FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
+    if starts > 1:
         import dist  # not at the top: dist imports torch, which is slow
 
-        sys.exit(dist.launch(CONFIG.ranks))
-    if os.environ.get("RANK", "0") == "0":
+        sys.exit(dist.launch(starts))
+    if main_rank:
         print("loading torch and transformers …", flush=True)
 
 BEGIN = time.perf_counter()

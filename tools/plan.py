@@ -1274,8 +1274,7 @@ def command(case: Case, words: Sequence[str]) -> str:
     if case.world <= NODE:
         return f"python train.py{flags}"
     ranks = f"--nnodes {case.world // case.local} --nproc-per-node {case.local}"
-    rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
-    return f"torchrun {ranks} {rendezvous} train.py{flags}  # on each machine"
+    return f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py{flags}"
 
 
 def main() -> None:
