@@ -69,13 +69,14 @@ from configs import (
     follow_umask,
     if_there,
     names_in,
+    prompt_form,
     read_json,
     require,
     shorten,
     show,
     user_errors,
 )
-from data import Sample, chat_template, fix_date, prompt_form, set_arguments
+from data import Sample, chat_template, fix_date, set_arguments
 from guard.identity import (
     Facts,
     check_base,

@@ -125,7 +125,8 @@ class Range(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"{'above' if self.above else 'from'} {self.low:g} to {self.high:g}"
+        top = f" to {self.high:g}" if self.high < math.inf else ""
+        return f"{'above' if self.above else 'from'} {self.low:g}{top}"
 
 
 Count = Annotated[int, Range(1)]
@@ -946,9 +947,11 @@ def tyro_errors(command: str) -> Iterator[None]:
         foreign = re.search(r"options: ([\w.]+)=", found)
         if foreign:
             found += hint(foreign[1], ())
-        if re.search("literal for int|string to float", found):
-            needed = "a number"
-        needed = needed or f"another command line, as in {command} --help"
+        number = re.search(r"(--\w+):.* (int|float)\b.*(\'.*\')", found)
+        if number:
+            found = f"{number[1]} is {number[3]}"
+            needed = "a whole number" if number[2] == "int" else "a number"
+        needed = needed or f"one value after a flag, none after a switch; see {command} --help"
         raise UserError(f"{found}; needed: {needed}") from None
 
 
@@ -973,17 +976,19 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a package of --track, --model or a data file does not exist. Skips names on the
-    Hugging Face Hub. On several machines, checks only the packages. Later checks cover both cases."""
+    """Raises UserError if a package of --track, a model, a template or a data file does not exist. Skips
+    names on the Hugging Face Hub. On several machines, skips models and data. Later checks cover both."""
     for name in cfg.track:
         there = importlib.util.find_spec(name) is not None
         require(there, f"--track {name}, but {name} is not installed", f"pip install {name}")
+    prompt_form(cfg.template)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
-    if not from_hub(cfg.model):
-        model_folder(cfg.model)
+    for model in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model):
+        if not from_hub(model):
+            model_folder(model)
     for path in cfg.data + cfg.eval_data:
-        if ":" not in path:
+        if not re.match("[^/]+/[^/]+:", path):
             data_file(path)
 
 
@@ -1035,9 +1040,44 @@ def data_file(path: str) -> Path:
     file = Path(path)
     there = file.is_file() and path.endswith(DATA_FILES)
     kinds = ", ".join(DATA_FILES)
-    needed = f"a file {kinds} (for CSV: docs/forking.md), or OWNER/NAME:FILE"
+    needed = f"files {kinds} with spaces between (CSV: docs/forking.md), or OWNER/NAME:FILE"
     require(there, f"no data file {path}", needed)
     return file
+
+
+TEMPLATES = {
+    # Open-Reasoner-Zero's prompt, word for word
+    "orz": (
+        "A conversation between User and Assistant. The User asks a question, and the "
+        "Assistant solves it. The Assistant first thinks about the reasoning process "
+        "in the mind and then provides the User with the answer. The reasoning process "
+        "is enclosed within <think> </think> and answer is enclosed within <answer> "
+        "</answer> tags, respectively, i.e., <think> reasoning process here </think> "
+        "<answer> answer here </answer>. User: You must put your answer inside "
+        "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
+        "answer will be extracted automatically by the \\boxed{} tag.\n"
+        "This is the problem:\n{problem}\nAssistant: <think>"
+    ),
+    "plain": "{problem}<think>",
+}
+
+
+def prompt_form(template: str) -> str:
+    """Returns the text of a template, which contains {problem}; for "chat", returns "". Raises UserError if
+    the template is missing or lacks {problem}."""
+    if template == "chat":
+        return ""
+    if template in TEMPLATES:
+        return TEMPLATES[template]
+    require(
+        Path(template).is_file(),
+        f"no template {template!r}",
+        "--template orz, plain, chat or a text file with {problem}",
+    )
+    with explained(f"{template} can't be read", "a UTF-8 text with {problem}"):
+        form = Path(template).read_text(encoding="utf-8-sig")
+    require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
+    return form
 
 
 def meanings(kind: type[Config] = Config) -> dict[str, str]:

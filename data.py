@@ -17,7 +17,10 @@ import json
 import math
 import os
 import re
+import resource
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,30 +29,18 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import meta
+from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, explained, require, show
+from configs import Config, Say, explained, prompt_form, require, show
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
 
-TEMPLATES = {
-    # Open-Reasoner-Zero's prompt, word for word
-    "orz": (
-        "A conversation between User and Assistant. The User asks a question, and the "
-        "Assistant solves it. The Assistant first thinks about the reasoning process "
-        "in the mind and then provides the User with the answer. The reasoning process "
-        "is enclosed within <think> </think> and answer is enclosed within <answer> "
-        "</answer> tags, respectively, i.e., <think> reasoning process here </think> "
-        "<answer> answer here </answer>. User: You must put your answer inside "
-        "<answer> </answer> tags, i.e., <answer> answer here </answer>. And your final "
-        "answer will be extracted automatically by the \\boxed{} tag.\n"
-        "This is the problem:\n{problem}\nAssistant: <think>"
-    ),
-    "plain": "{problem}<think>",
-}
 # Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
+TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
+TEMPLATE_BYTES = 2**28  # memory that it may take
 
 Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
@@ -333,22 +324,36 @@ def prompt_encoder(
     return encode
 
 
-def prompt_form(template: str) -> str:
-    """Returns the text of a template, which contains {problem}; for "chat", returns "". Raises UserError if
-    the template is missing or lacks {problem}."""
-    if template == "chat":
-        return ""
-    if template in TEMPLATES:
-        return TEMPLATES[template]
-    require(
-        os.path.isfile(template),
-        f"no template {template!r}",
-        "--template orz, plain, chat or a text file with {problem}",
-    )
-    with explained(f"{template} can't be read", "a UTF-8 text with {problem}"):
-        form = Path(template).read_text(encoding="utf-8-sig")
-    require("{problem}" in form, f"{template} lacks {{problem}}", "a text with {problem} in it")
-    return form
+def _stop_template(*_):
+    """Handles SIGPROF: ends a chat template that takes too long."""
+    raise TimeoutError(f"no end after {TEMPLATE_SECONDS} CPU seconds")
+
+
+@contextmanager
+def _limits():
+    """Context manager that limits the CPU time and the memory of a chat template, which is code from the
+    model's folder."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    signal.signal(signal.SIGPROF, _stop_template)
+    signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
+    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + TEMPLATE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _no_power(x, y):
+    """Refuses x ** y in a chat template. No time limit would end 9**9**9, because it is C code."""
+    raise ArithmeticError("a power")
+
+
+SandboxedEnvironment.intercepted_binops = frozenset(["**"])
+SandboxedEnvironment.default_binop_table["**"] = _no_power
 
 
 def _fill_chat_template(tokenizer, turns, system_prompt, row):
@@ -358,7 +363,7 @@ def _fill_chat_template(tokenizer, turns, system_prompt, row):
         turns = (("system", system_prompt), *turns)
     messages = [{"role": role, "content": content} for role, content in turns]
     refused = f"{row}: the chat template refuses its turns"
-    with explained(refused, "other roles, or another --template"):
+    with explained(refused, "other roles, or another --template"), _limits():
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     shown = "".join(text.split())  # without whitespace, because templates strip some of it
     for role, content in turns:

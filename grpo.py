@@ -70,12 +70,6 @@ def batch_std(total: Tensor) -> float:
     return (squares / max(count, 1)) ** 0.5 + 1e-6
 
 
-def overlong_penalty(length: int, max_len: int, buffer: int) -> float:
-    """Returns DAPO's penalty (2503.14476, eq. 13) for a response of `length` tokens: 0 up to max_len -
-    buffer, then linearly down to -1 at max_len."""
-    return -min(max((length - (max_len - buffer)) / buffer, 0.0), 1.0)
-
-
 def token_weights(
     mask: Tensor,
     segment: Tensor,

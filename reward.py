@@ -12,16 +12,18 @@ To grade responses in your own code:
         print(grader.results())
 
 --reward is a list of graders and reward parts. A grader compares answers with gold answers, or is a user's
-function. A reward part is an extra reward, such as "format" (rollout.REWARD_PARTS)."""
+function. A reward part is an extra reward, such as "format" (REWARD_PARTS)."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from configs import explained, nearest, require, run_command
-from grading.answers import KINDS
+from configs import Config, explained, nearest, require, run_command
+from grading.answers import KINDS, extract
 from grading.rows import read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 
@@ -146,6 +148,80 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     if own:
         others = [t for t in others if t.custom]
     return own + others
+
+
+# --- rewards of a run
+# group: the samples of one prompt (data.Sample)
+
+
+def overlong(group: Sequence[Any], cfg: Config) -> list[float]:
+    """Returns DAPO's length penalty for each sample (arXiv 2503.14476, eq. 13): 0 up to --overlong_buffer
+    tokens before the limit, then linearly down to -1 at the limit."""
+    buffer = cfg.overlong_buffer
+    penalties = []
+    for s in group:
+        longest = min(cfg.max_response_len, cfg.model_len - len(s.prompt))
+        over = len(s.ids) - (longest - buffer)
+        penalties.append(-min(max(over / buffer, 0.0), 1.0))
+    return penalties
+
+
+def nonstop(group: Sequence[Any], cfg: Config) -> list[float]:
+    """Returns Open-Instruct's penalty for each sample: -nonstop_penalty if the length limit cut the response,
+    else 0."""
+    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
+
+
+# Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
+# extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
+REWARD_PARTS = {
+    "overlong": overlong,
+    "nonstop": nonstop,
+}
+for _name, _part in TEXT_PARTS.items():
+    REWARD_PARTS[_name] = lambda group, cfg, part=_part: [part(s.policy_text) for s in group]
+BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> its flag
+
+
+def terms_of(cfg: Config) -> list[Term]:
+    """Returns the terms of --reward and those of BY_FLAG: first the graders, then the reward parts. Raises
+    UserError for an unknown term, or a name that comes twice."""
+    by_flag = [name for name, flag in BY_FLAG.items() if getattr(cfg, flag)]
+    known = [name for name in REWARD_PARTS if name not in BY_FLAG]
+    return parse_terms([*cfg.reward, *by_flag], [*known, *by_flag])
+
+
+def extractors(cfg: Config) -> dict[str, str]:
+    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
+    UserError if --extractor has two extractors for one data set."""
+    found = {}
+    for spec in cfg.extractor:
+        dataset, _, name = spec.rpartition("=")
+        found[dataset.casefold()] = name
+    require(
+        len(found) == len(cfg.extractor),
+        f"--extractor {' '.join(cfg.extractor)} has two extractors for the same rows",
+        "one each: NAME, and DATASET=NAME for the rows of a data set",
+    )
+    return {"": "orz"} | found
+
+
+def check_functions(cfg: Config) -> list[Term]:
+    """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, or a
+    function of --reward or --env is not in its file. Imports neither torch nor the user's file."""
+    terms = terms_of(cfg)
+    for name in extractors(cfg).values():
+        extract("", name)
+    for spec in [t.custom for t in terms] + [cfg.env]:
+        file, _, name = spec.rpartition(":")
+        if spec:
+            found = f"{spec!r} names no function in a file that exists"
+            require(Path(file).is_file(), found, SPEC)
+            text = Path(file).read_text(errors="ignore")
+            words = re.findall(r"\w+", text)
+            found = f"no {name!r}{nearest(name, words)} in {file}"
+            require(name in words or "import *" in text, found, SPEC)
+    return terms
 
 
 # --- grading a file

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 import dist
-import grpo
 from configs import PRESETS, Config, Say, UserError, require
 from data import (
     Problem,
@@ -32,10 +31,9 @@ from data import (
 from engine import Engine, Key, first_stop
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine
-from grading.answers import extract
 from grading.worker import Grade, Grader, reason_of
 from model import load_config, ropes
-from reward import TEXT_PARTS, Term, graders_of, parse_terms
+from reward import REWARD_PARTS, check_functions, extractors, graders_of, terms_of
 
 Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 # Random seeds contain these numbers, so that training, evaluations, the self-check and later rounds of a
@@ -43,41 +41,6 @@ Sets = Mapping[str, Sequence[Problem]]  # evaluation set -> problems
 TRAIN, EVAL, CHECK, ROUND = 1, 2, 3, 4
 
 # --- rewards
-
-
-def overlong(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns DAPO's length penalty for each sample, from -1 to 0 (arXiv 2503.14476, eq. 13)."""
-    penalties = []
-    for s in group:
-        longest = min(cfg.max_response_len, cfg.model_len - len(s.prompt))
-        penalty = grpo.overlong_penalty(len(s.ids), longest, cfg.overlong_buffer)
-        penalties.append(penalty)
-    return penalties
-
-
-def nonstop(group: Sequence[Sample], cfg: Config) -> list[float]:
-    """Returns Open-Instruct's penalty for each sample: -nonstop_penalty if the length limit cut the response,
-    else 0."""
-    return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
-
-
-# Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
-# extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
-REWARD_PARTS = {
-    "overlong": overlong,
-    "nonstop": nonstop,
-}
-for _name, _part in TEXT_PARTS.items():
-    REWARD_PARTS[_name] = lambda group, cfg, part=_part: [part(s.policy_text) for s in group]
-BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> its flag
-
-
-def terms_of(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward and those of BY_FLAG: first the graders, then the reward parts. Raises
-    UserError for an unknown term, or a name that comes twice."""
-    by_flag = [name for name, flag in BY_FLAG.items() if getattr(cfg, flag)]
-    known = [name for name in REWARD_PARTS if name not in BY_FLAG]
-    return parse_terms([*cfg.reward, *by_flag], [*known, *by_flag])
 
 
 def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
@@ -96,21 +59,6 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
             )
             shaped.append(s)
     return shaped
-
-
-def extractors(cfg: Config) -> dict[str, str]:
-    """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
-    UserError if --extractor has two extractors for one data set."""
-    found = {}
-    for spec in cfg.extractor:
-        dataset, _, name = spec.rpartition("=")
-        found[dataset.casefold()] = name
-    require(
-        len(found) == len(cfg.extractor),
-        f"--extractor {' '.join(cfg.extractor)} has two extractors for the same rows",
-        "one each: NAME, and DATASET=NAME for the rows of a data set",
-    )
-    return {"": "orz"} | found
 
 
 def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
@@ -630,20 +578,15 @@ def score_sets(
         samples, _ = rollout(engine, grader, dict(enumerate(problems)), sampling, progress)
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
-        mine = []
-        for s in samples:
-            row = sample_row(s, problems[s.prompt_id], cfg.save_logps)
-            mine.append({"set": name} | row)
-        rows += dist.gather_rows(mine)
+        mine = [sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
+        rows += dist.gather_rows([{"set": name} | row for row in mine])
     return scores, rows
 
 
 def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     """Returns a dict: metric -> list with one value for each problem (see `accuracy`). The lists have the
     problems of all ranks, ordered by prompt_id."""
-    mine = []
-    for group in group_by_prompt(samples):
-        mine.append((group[0].prompt_id, accuracy(group, n)))
+    mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
     for _, metrics in sorted(dist.gather_all(mine), key=lambda row: row[0]):
         for metric, value in metrics.items():
@@ -705,13 +648,10 @@ def max_positions(config: Any) -> float:
 
 def make_grader(cfg: Config, say: Say = print) -> Grader:
     """Returns a new Grader. Raises UserError if a reward or an extractor does not exist."""
-    terms = terms_of(cfg)
-    for name in extractors(cfg).values():
-        extract("", name)
     return Grader(
         cfg.grade_workers,
         cfg.grade_deadline,
-        [t.custom for t in terms if t.custom],
+        [t.custom for t in check_functions(cfg) if t.custom],
         cfg.env,
         say,
         dist.stop_signal,

@@ -34,22 +34,30 @@ from configs import (
     user_errors,
 )
 from guard.lock import FolderLock
+from reward import check_functions
+from tools.plan import check_ranks
 
 # Before the slow `import torch`, so that --help and wrong flags get a quick answer.
 if __name__ == "__main__":
     with user_errors("train.py"):
         CONFIG = parse()
         check_paths(CONFIG)
-        if os.environ.get("RANK", "0") == "0":
+        check_functions(CONFIG)
+        main_rank = os.environ.get("RANK", "0") == "0"
+        starts = 0  # ranks that this process starts: 0 under torchrun
+        if "RANK" not in os.environ:
+            starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
+            check_ranks(CONFIG, starts)
+        if main_rank:
             FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
-    if 1 < CONFIG.ranks <= NODE and "RANK" not in os.environ:
+    if starts > 1:
         import dist  # not at the top: dist imports torch, which is slow
 
-        sys.exit(dist.launch(CONFIG.ranks))
-    if os.environ.get("RANK", "0") == "0":
+        sys.exit(dist.launch(starts))
+    if main_rank:
         print("loading torch and transformers …", flush=True)
 
 BEGIN = time.perf_counter()
@@ -293,7 +301,7 @@ def draw(
     key: tuple[int, ...],
     carried: Sequence[Sample] = (),
 ) -> tuple[list[Sample], list[Sample]]:
-    """Call `rollout` with the settings of training. Add the extra rewards (rollout.REWARD_PARTS) to the
+    """Call `rollout` with the settings of training. Add the extra rewards (reward.REWARD_PARTS) to the
     samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
     trajectories that the next step continues.
 

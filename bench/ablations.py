@@ -15,11 +15,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
 import random
 import re
+import runpy
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -691,6 +693,9 @@ def varied(spec: str) -> dict[str, Variant]:
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
             f"one of {', '.join(HOOKS)}")
+    own, theirs = runpy.run_path(file).get(name), inspect.signature(getattr(*HOOKS[name]))
+    require(callable(own) and len(inspect.signature(own).parameters) == len(theirs.parameters),
+            f"--vary {spec}, and {name} has other arguments", f"def {name}{theirs}")
     reference = "ppo" if name in ("gae", "value_loss") else "grpo"
     text = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     fork = Variant(reference, {}, forked, dict(file=str(Path(file).absolute()), name=name, text=text))
@@ -718,6 +723,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vary", default="", help="FILE.py:FUNCTION, or FLAG=VALUE,VALUE")
     parser.add_argument("--report", action="store_true", help="train nothing, only write the tables")
     parser.add_argument("--base", default="runs/ablations-base", help="base models are the folders BASE-TASK")
+    parser.error = partial(require, False, needed="python -m bench.ablations --help")
     args = parser.parse_args()
     require(1 <= args.seeds <= 30, f"--seeds {args.seeds}", "1 to 30")
     require(args.jobs >= 1, f"--jobs {args.jobs}", "1 or more")

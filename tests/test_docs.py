@@ -56,8 +56,9 @@ SLURM = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "
          "signal", "cpus-per-task"}
 NOT_FILES = {"NET/IB", "NET/Socket", "Qwen/Qwen2.5-0.5B", "wandb-id.txt"}  # the last needs --track
 YOURS = {"my_reward.py", "my.py", "calculator.py", "guess.py", "gym_rows.py",  # files that a user writes
-         "slow_engine.py", "FILE.py",
-         "mine.jsonl", "subset.jsonl", "gym.jsonl", "gym-heldout.jsonl", "table.tex"}
+         "slow_engine.py", "vf_env.py", "FILE.py",
+         "mine.jsonl", "subset.jsonl", "gym.jsonl", "gym-heldout.jsonl", "table.tex",
+         "vf.jsonl", "vf-heldout.jsonl"}
 
 
 def commands() -> list[str]:

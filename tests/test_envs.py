@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import signal
 from collections import Counter
 from pathlib import Path
@@ -221,6 +222,72 @@ def test_rows_and_scores_of_reasoning_gym(tmp_path, monkeypatch, capsys):
         verifier = gym.create_dataset(row["dataset"], **json.loads(row["settings"]))
         assert grade.reward == pytest.approx(verifier.score_answer(answer, row["entry"]))
         assert grade.reward == 1 or answer == "17"
+
+
+HINTS = '''
+import re
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    hidden: int
+
+class Number(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def found(self, trace) -> float:
+        return float(f"<tool>{self.data.hidden}</tool>" in trace.last_reply)
+
+    @vf.reward(weight=0.5)
+    async def quick(self, trace) -> float:
+        return 1 / trace.num_turns
+
+class Stops(Number):
+    @vf.stop
+    async def late(self, trace: vf.Trace) -> bool:
+        return trace.num_turns > 3
+
+class Numbers(vf.Taskset[Number, vf.TasksetConfig]):
+    def load(self):
+        for i in range(9):
+            kind = Stops if i > 6 else Number
+            yield kind(Data(prompt=f"number {i}", hidden=10 + 37 * i % 90), self.config.task)
+
+class Config(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class Hints(vf.Env[Config]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as chat:
+            segment = await chat.turn()
+            while guess := re.search(r"<tool>(\\d+)</tool>$", segment.last_reply):
+                if int(guess[1]) == task.data.hidden:
+                    break
+                segment = await chat.turn("higher" if int(guess[1]) < task.data.hidden else "lower")
+
+__all__ = ["Hints", "Numbers"]
+'''
+
+
+def test_an_environment_of_verifiers(tmp_path, monkeypatch, capsys):
+    """The documented file plays an environment's agent. A killed worker loses no state."""
+    pytest.importorskip("verifiers.v1")
+    text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
+    (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "verifiers.v1" in b]
+    (tmp_path / "vf_env.py").write_text(code)
+    (tmp_path / "hints.py").write_text(HINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = runpy.run_path(f"{tmp_path}/vf_env.py")
+    names["write_rows"]("hints", "0", "3")
+    (tmp_path / "rows.jsonl").write_text(capsys.readouterr().out)
+    rows = [json.loads(r.fields) for _, r in problem_rows(f"{tmp_path}/rows.jsonl", "math", keep_fields=True)]
+    assert [row["task"]["hidden"] for row in rows] == [10, 47, 84]
+    env = f"{tmp_path}/vf_env.py:Verifiers"
+    replies = played(env, bisects, rows[1])
+    assert replies == played(env, bisects, rows[1], kill=True)
+    assert len(replies) > 3 and replies[-1].reward == pytest.approx(1 + 0.5 / len(replies))
+    assert {reply.text for reply in replies[:-1]} == {"<result>higher</result>", "<result>lower</result>"}
+    assert played(env, says("no guess"), rows[0]) == [Reply(reward=0.5)]
+    with pytest.raises(SystemExit, match="hints needs a rule @stop or @intercept; vf_env.py has no such"):
+        names["write_rows"]("hints", "6", "8")
 
 
 def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):

@@ -73,7 +73,7 @@ NEWEST = "    *older, newest = complete(out) or [None]\n"
 S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + told("    s3_sync(")),
       ("ckpt.py", NEWEST, told("    loaded = ") + NEWEST)]
 # Section 9: the reward has a second part.
-BREVITY = [("rollout.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
+BREVITY = [("reward.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
 OPTIMIZER = "        optimizer = None\n"
 LAYERS = [("guard/start.py", OPTIMIZER, told("        model.requires_grad_(False)") + OPTIMIZER)]

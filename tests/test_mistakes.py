@@ -22,9 +22,11 @@ import dist
 import reward
 from configs import UserError, check_paths, parse, run_command
 from engines import vllm_engine
+from reward import check_functions
 from tools import report
 from tools import tiny as tiny_model
 
+RUN = "tiny-grpo --model MODEL --data rows.jsonl"
 # Mistakes found before torch is imported -> (arguments of train.py, part of the error).
 AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
@@ -32,8 +34,8 @@ AT_ONCE = {
     "another library's flag": ("orz-7b --rollout.num_generations 8", "(did you mean --samples_per_prompt?)"),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?)"),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "(did you mean --policy_lr?)"),
-    "a word for a number": ("orz-7b --steps ten", "10: 'ten'; needed: a number"),
-    "a typo in a number": ("orz-7b --policy_lr 1e-4x", "to float: '1e-4x'; needed: a number"),
+    "a word for a number": ("orz-7b --steps ten", "--steps is 'ten'; needed: a whole number"),
+    "a typo in a number": ("orz-7b --policy_lr 1e-4x", "--policy_lr is '1e-4x'; needed: a number"),
     "the beginning of a flag": ("orz-7b --temp 1", "--temp (did you mean --template or --template_args or"),
     "what no flag does": ("orz-7b --deepspeed x", "no flag --deepspeed (torz always shards with FSDP2); nee"),
     "a file of flags": ("orz-7b --config x.yaml", "no flag --config (put the flags into a shell script); "),
@@ -44,8 +46,8 @@ AT_ONCE = {
     "a flag for no purpose here": ("orz-7b --xyzzy 8", "no flag --xyzzy; needed: a flag that"),
     "a rank of adapters": ("orz-7b --lora_r 8", "no flag --lora_r (did you mean --lora?); needed: a flag"),
     "adapters as in TRL": ("orz-7b --use_peft true", "no flag --use_peft (did you mean --lora?); needed: a"),
-    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: another command line"),
-    "a value for a switch": ("orz-7b --go true", "options: true; needed: another command line"),
+    "a word without a flag": ("orz-7b more=1", "options: more=1; needed: one value after a"),
+    "a value for a switch": ("orz-7b --go true", "options: true; needed: one value after a flag, none"),
     "a short pack": ("tiny-ppo --pack_len 60", "--pack_len 60 is smaller than a prompt plus"),
     "a limit without a prompt": ("orz-7b --max_response_len 9000", "--max_model_len 8192 is too small for a"),
     "minibatches that don't nest": ("orz-7b --critic_updates 5 --policy_updates 2", "one is not a multiple"),
@@ -70,6 +72,19 @@ AT_ONCE = {
     "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "no model folder 'rows.jsonl'; need"),
     "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: RUN/export/policy, or"),
     "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export RUN last OUT"),
+    "a reward's name": (f"{RUN} --reward maths", "no reward 'maths' (did you mean math?); needed: "),
+    "a reward's file": (f"{RUN} --reward none.py:score", "'none.py:score' names no function in a f"),
+    "a reward's function": (f"{RUN} --reward r.py:scor", "no 'scor' (did you mean score?) in r.py"),
+    "an environment without function": (f"{RUN} --env r.py", "'r.py' names no function in a"),
+    "an extractor's name": (f"{RUN} --extractor boxd", "extractor 'boxd' is unknown; needed: one of orz"),
+    "a template's name": (f"{RUN} --template qwen", "no template 'qwen'; needed: --template orz, plain,"),
+    "a critic's folder": ("tiny-ppo --model MODEL --data rows.jsonl --critic_model no", "no model folder '"),
+    "data that are no file": ("orz-7b --model MODEL --data gym:countdown", "no data file gym:countdown"),
+    "files without spaces": ("orz-7b --model MODEL --data a.json,b.json", "files .arrow, .parquet, .j"),
+    "half a step": ("orz-7b --steps 1.5", "--steps is '1.5'; needed: a whole number"),
+    "a step's name": ("orz-7b --profile last", "--profile is 'last'; needed: a whole number"),
+    "a range without end": ("orz-7b --steps -3", "--steps is -3; needed: --steps from 0"),
+    "verl's estimator": ("orz-7b algorithm.adv_estimator=gae", "(did you mean --advantage?); needed: one"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes")}
 
 # Mistakes found after torch is imported -> (more arguments of train.py, part of the error).
@@ -113,7 +128,7 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the broken files and models that AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "bare.txt": "Solve this.",
+    files = {"rows.jsonl": row, "r.py": "def score(response): pass\n", "bare.txt": "Solve this.",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n',
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
@@ -142,7 +157,9 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     typed, words = AT_ONCE[name]
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as e:
-        check_paths(parse(shlex.split(typed.replace("MODEL", tiny).replace("FOLDER", str(folder)))))
+        cfg = parse(shlex.split(typed.replace("MODEL", tiny).replace("FOLDER", str(folder))))
+        check_paths(cfg)
+        check_functions(cfg)
     assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
 
 
@@ -156,7 +173,7 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
         ckpt.main(["export", f"{run}/ckpt/step_000002", "2", f"{tmp_path}/out"])
     monkeypatch.setattr(sys, "argv", ["-", "a", "--b", "2"])
     for function, name in (reward.dry_run, "reward.py"), (tiny_model.build, "tools.tiny"):
-        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: another"):
+        with pytest.raises(SystemExit, match=f"^{name}: .*options: --b, 2; needed: one value"):
             run_command(function, name)
     for out, words in (None, "config.json is damaged ("), (run, f"can't write {run} ("):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -164,12 +181,20 @@ def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeyp
         (run / "config.json").unlink(missing_ok=True)
 
 
-def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_imported(folder):
-    command = [sys.executable, "-X", "importtime", f"{ROOT}/train.py", "orz-7b", "--model", "bar"]
+@pytest.mark.parametrize(("typed", "said"), [
+    ("orz-7b --model bar", "no model folder 'bar'; needed: "),
+    (f"{RUN} --reward r:f", "'r:f' names no function"),
+    (f"{RUN} --tp 2", "1 ranks can't be divided into engines of --tp 2"),
+    (f"{RUN} --ranks 9", "--ranks is 9 (--layout any), and 1 were started"),
+    (f"{RUN} --template bare.txt", "bare.txt lacks {problem}")])
+def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_imported(
+        folder, tiny, typed, said):
+    words = typed.replace("MODEL", tiny).split()
+    command = [sys.executable, "-X", "importtime", f"{ROOT}/train.py", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 1 and done.stdout == "" and len(lines) == 1, done.stderr
-    assert lines[0].startswith("train.py: no model folder 'bar'; needed: ")
+    assert lines[0].startswith(f"train.py: {said}") and "needed: " in lines[0]
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
 
 

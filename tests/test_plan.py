@@ -349,7 +349,7 @@ def test_what_a_rank_of_orz_7b_sends_in_a_step_by_hand():
     within = packs * (6 * (policy + critic) + 4 * layers + 2 * critic) + 2 * policy
     assert plan.sent_in_step(c) == pytest.approx((within * 7 / 8, (12 * critic + policy) * 2 * 4 / 8 * 3 / 4))
     rows = plan.plan_of(c)["network, full length"]
-    sends, speeds = rows["a rank sends, GiB"], rows["assumed GB/s of a rank"]
+    sends, speeds = rows["GiB a rank sends/step"], rows["assumed GB/s of a rank"]
     assert sends["in its node"] == pytest.approx(within * 7 / 8 / GIB)
     assert speeds == pytest.approx({"in its node": 0.8 * 450, "between nodes": 0.8 * 3200 / 8 / 8})
     with_ref, old = (plan.sent_in_step(case("orz-7b", *flags.split(), "--shard_ranks", "8", world=32))

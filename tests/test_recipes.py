@@ -21,6 +21,7 @@ import torch
 import transformers
 from conftest import ROOT, forked, make_model, maths, run, run_ranks, taught
 
+import configs
 import data
 import dist
 import log
@@ -371,7 +372,7 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
     """`format` and `tags` look for <think> in the response."""
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = template.replace("m[0]", "messages[0]")
-    name = template if template in data.TEMPLATES else "chat"
+    name = template if template in configs.TEMPLATES else "chat"
     cfg = dataclasses.replace(base, template=name, max_prompt_len=2048, max_response_len=24, pack_len=4096)
     problems = data.load_problems(cfg.data, tokenizer, cfg, lambda text: None)
 
@@ -473,7 +474,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
     short = dataclasses.replace(cfg, max_response_len=39, max_model_len=40)  # leaves 38 tokens here
-    assert rollout.overlong([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
+    assert rollout.REWARD_PARTS["overlong"]([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
     (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
@@ -571,7 +572,7 @@ def test_the_command_line_has_models_then_data_then_flags():
 
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
-    facts = dict(template="plain", prompt=data.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
+    facts = dict(template="plain", prompt=configs.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
                  extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {},
              "d": {"max_response_len": 20000}, "old": {"prompt": "", "date": "1"}}

@@ -311,11 +311,22 @@ LOSSY = {  # refused chat template -> words of the error, for a row with a --sys
     TURNS + "{{ messages | length + 'x' }}": r"refuses its turns \(TypeError: ",
     TURNS + "{{ messages[0].name.first }}": r"refuses its turns \(UndefinedError: ",
     TURNS + "{{ 1 / (messages | length - 2) }}": r"refuses its turns \(ZeroDivisionError: ",
+    TURNS + "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4:
+        r"refuses its turns \(TimeoutError: no end after 1 CPU",
+    TURNS + "{{ 'a' * 10**10 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{{ 'a' * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ [0] * 10000000000 }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 'a' | center(10000000000) }}": r"refuses its turns \(MemoryError",
+    TURNS + "{{ 9**9**9 }}": r"refuses its turns \(ArithmeticError: a power",
+    TURNS + "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}":
+        r"refuses its turns \((Timeout|Memory|Overflow)Error",
     TURNS + "{% if %}": r"refuses its turns \(TemplateSyntaxError: "}
 
 
 @pytest.mark.parametrize("template", LOSSY)
-def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path):
+def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny, tmp_path, monkeypatch):
+    """Also one that never ends, or needs all memory or an hour of C code."""
+    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1)
     path, tokenizer = tmp_path / "d.jsonl", load_tokenizer(tiny)
     path.write_bytes(b"\n" + GOOD + b"\n")
     cfg = replace(CFG, template="chat", system_prompt="Answer \n in French. ")

@@ -50,12 +50,13 @@ from configs import (
     given_flags,
     meanings,
     parse,
+    prompt_form,
     read_json,
     require,
     show,
     user_errors,
 )
-from data import fix_date, prompt_form, set_arguments
+from data import fix_date, set_arguments
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import check_gold

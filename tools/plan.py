@@ -14,7 +14,11 @@ Two terms of this file:
 """
 
 import json
+import re
+import shlex
+import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -1186,6 +1190,8 @@ def plan_of(case: Case) -> Plan:
         plan["estimated seconds"] = _columns(times)
     if case.timed and case.world > 1:
         plan["network, full length"] = _network_rows(case)
+        machine = case.between * 8e-9 / LINK
+        plan["run"]["network of a machine"] = f"{machine:,.0f} Gb/s (--network)"
     return plan
 
 
@@ -1193,7 +1199,7 @@ def _network_rows(case):
     sends = sent_in_step(case)
     of_rank = case.between / case.local  # bytes/s, if all ranks of a node send at the same time
     return {
-        "a rank sends, GiB": {
+        "GiB a rank sends/step": {
             "in its node": sends.within / GIB,
             "between nodes": sends.between / GIB,
         },
@@ -1262,6 +1268,15 @@ class PlanConfig(Config):
     json: bool = False  # print JSON: the plan, whether it fits, and all flags
 
 
+def command(case: Case, words: Sequence[str]) -> str:
+    """Returns the command that starts the planned run. words: those of this program's command line"""
+    flags = re.sub(r" --(gpu[= ]\S+|json)\b", "", f" {shlex.join(words)}")
+    if case.world <= NODE:
+        return f"python train.py{flags}"
+    ranks = f"--nnodes {case.world // case.local} --nproc-per-node {case.local}"
+    return f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py{flags}"
+
+
 def main() -> None:
     """Print the plan."""
     cfg = configs.parse(prog="tools.plan", kind=PlanConfig)
@@ -1284,6 +1299,7 @@ def main() -> None:
     print("\n".join(as_text(plan)), end="\n\n")
     for line in filter(None, said.values()):
         print(textwrap.fill(line, 80))
+    print(f"command: {command(case, sys.argv[1:])}")
 
 
 if __name__ == "__main__":
