@@ -212,9 +212,8 @@ def _import_vllm():
         ImportError,
     ):
         from vllm import LLM, SamplingParams, __version__
-    tested = ".".join(__version__.split(".")[:2]) in VERSIONS
     require(
-        tested or "TORZ_ANY_VLLM" in os.environ,
+        __version__.startswith(VERSIONS) or "TORZ_ANY_VLLM" in os.environ,
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
