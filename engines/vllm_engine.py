@@ -42,7 +42,7 @@ class VLLMEngine(Engine):
             options = dict(
                 gpu_memory_utilization=cfg.engine_share,
                 enable_sleep_mode=True,
-                compilation_config=_graphs(cfg.max_num_seqs),
+                compilation_config=_graphs(cfg.max_num_seqs, cfg.samples_per_step // self.engines),
             )
         else:
             # On a CPU, compilation would take minutes, and chunked prefill raises an error for requests that
@@ -180,12 +180,18 @@ class VLLMEngine(Engine):
         return ended.values()
 
 
-def _graphs(slots):
-    """Returns vLLM's settings of CUDA graphs. vLLM's default also captures graphs of steps that read prompts,
-    and three times as many batch sizes. A batch takes the next larger graph. While reading the weights takes
-    longer than the products, up to some 200 responses, the larger graph is as fast."""
+def _graphs(slots, samples):
+    """Returns vLLM's settings of compilation and CUDA graphs.
+
+    Graphs are only for decoding. vLLM's default also captures graphs of steps that read prompts, and three
+    times as many batch sizes. A batch takes the next larger graph. Up to some 200 responses, the larger graph
+    is as fast, because reading the weights takes longer than the products.
+
+    Compilation takes half of vLLM's start, and makes steps that read prompts faster. If all samples of a step
+    have slots, these steps are few, and vLLM does not compile (mode 0)."""
     sizes = (1, 2, 4, 8, 16, *range(32, slots + 32, 32))
     return {
+        "mode": 0 if samples <= slots else 3,
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": sorted({min(size, slots) for size in sizes}),
     }
@@ -206,9 +212,8 @@ def _import_vllm():
         ImportError,
     ):
         from vllm import LLM, SamplingParams, __version__
-    tested = ".".join(__version__.split(".")[:2]) in VERSIONS
     require(
-        tested or "TORZ_ANY_VLLM" in os.environ,
+        __version__.startswith(VERSIONS) or "TORZ_ANY_VLLM" in os.environ,
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )

@@ -47,6 +47,15 @@ def tp_samples(tiny, env):
     return run_ranks(world, ranks.engine_samples, cfg, dict(enumerate(ids)), env)
 
 
+@pytest.mark.parametrize("slots", [1, 5, 16, 100, 256, 512])
+def test_vllm_gets_graphs_up_to_its_number_of_slots_and_compiles_only_if_slots_are_refilled(slots):
+    settings = vllm_engine._graphs(slots, slots)
+    sizes = settings["cudagraph_capture_sizes"]
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == slots
+    assert all(b - a <= max(a, 32) for a, b in zip(sizes, sizes[1:], strict=False))
+    assert settings["mode"] == 0 and vllm_engine._graphs(slots, slots + 1)["mode"] == 3
+
+
 def test_engines_of_two_ranks_sample_the_tokens_of_an_engine_of_one_rank(tp_samples, engines, prompts, env):
     engines, policy, _ = engines
     for temperature in (0.0, 1.0):

@@ -64,7 +64,9 @@ HOST_COPY = 20e9  # bytes/s between pinned host memory and the device
 PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
-START = 35.0  # seconds from the command to the first step, without loading the model
+# Seconds from the command to the first step, without loading the model. This is a guess: on the H200, an
+# earlier version took 65 s, and three times the CPU time.
+START = 35.0
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
