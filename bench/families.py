@@ -38,7 +38,7 @@ nats.
 - `torch engine`, `vLLM engine`: the engine against the trainer.
 - `exported …`: torz's model against its export, run by transformers. `exported critic` compares values.
 
-vLLM's CPU kernels of Qwen3.5's delta nets take only bf16. `qwen3_5` ran with them. `qwen3_5_text` ran in fp32,
+vLLM's CPU kernels of Qwen3.5's delta nets take only bf16. `qwen3_5` ran with them, `qwen3_5_text` in fp32,
 with a plain delta rule in their place.
 
 """
