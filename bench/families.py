@@ -38,6 +38,9 @@ nats.
 - `torch engine`, `vLLM engine`: the engine against the trainer.
 - `exported …`: torz's model against its export, run by transformers. `exported critic` compares values.
 
+vLLM's CPU kernels of Qwen3.5's delta nets take only bf16. `qwen3_5` ran with them, `qwen3_5_text` in fp32,
+with a plain delta rule in their place.
+
 """
 
 
@@ -46,9 +49,13 @@ def measure(path: str, vllm: bool) -> dict[str, float | str]:
     run, "vLLM engine" has a text that begins with "not run" instead of a number."""
     training = families.compare_training(path)
     exported = families.compare_export(path, Path(path).parent / "export" / Path(path).name)
+    name = Path(path).name
+    in_torch = "refused" if name in families.RECURRENT else families.compare_engine(path, "torch")
+    in_vllm = in_own_process(path) if vllm else "not run"
+    if name == "qwen3_5" and isinstance(in_vllm, float):
+        in_vllm = f"{in_vllm:.1e} (bf16)"  # without a limit
     return {"log-probs": training["logp"], "gradient": training["gradient"],
-            "torch engine": families.compare_engine(path, "torch"),
-            "vLLM engine": in_own_process(path) if vllm else "not run",
+            "torch engine": in_torch, "vLLM engine": in_vllm,
             "exported policy": exported["policy"], "exported critic": exported["critic"]}
 
 

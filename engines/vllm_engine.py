@@ -56,6 +56,8 @@ class VLLMEngine(Engine):
         if self.config.model_type == "qwen3_5_text":
             # A model that also reads images becomes its language model.
             options["hf_overrides"] = lambda config: load_config(path)
+            # vLLM's default on Hopper is FlashInfer's kernel, which is compiled in the first run.
+            options["additional_config"] = {"gdn_prefill_backend": "triton"}
             # On a CPU, caching a recurrent state takes chunked prefill.
             options["enable_prefix_caching"] = self.device.type == "cuda"
         with (

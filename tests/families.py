@@ -28,6 +28,7 @@ import dist
 import model
 import rollout
 from configs import PRESETS
+from engines import vllm_engine
 from tools.tiny import make_tokenizer
 
 WINDOW = 7  # attention window in tokens; samples have up to 32 tokens
@@ -249,11 +250,64 @@ def delta_rule_in_fp32() -> None:
     vllm_part.cpu_gdn_attention_core = core
 
 
-def compare_vllm(paths: list[str]) -> list[float]:
+def prepare_vllm() -> None:
     dist.init("cpu", "float32")
     stand_in_for_torchvision()
     delta_rule_in_fp32()
+
+
+def compare_vllm(paths: list[str]) -> list[float]:
+    prepare_vllm()
     return [compare_engine(path, "vllm") for path in paths]
+
+
+def compare_prefix_cache(path: str) -> tuple[float, float, set[int]]:
+    """Samples long prompts with vLLM's prefix cache, before and after the weights have changed. Returns the
+    largest difference in nats between the log-probs of trainer and engine; the same if the cache is not reset
+    after the change; and the numbers of cached tokens of the requests.
+
+    The requests have no seeds: vLLM needs chunked prefill to cache states, and on a CPU generators lack the
+    offset that it then sets back."""
+    import vllm
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    def count(self, request):
+        found = lookup(self, request)
+        cached.add(found[1])
+        return found
+
+    prepare_vllm()
+    cached, lookup, start = set(), KVCacheManager.get_computed_blocks, vllm_engine._import_vllm()
+    KVCacheManager.get_computed_blocks = count
+    options = dict(enable_prefix_caching=True, enable_chunked_prefill=True)
+    vllm_engine._import_vllm = lambda: lambda **ours: start(**ours | options)
+    cfg = replace(PRESETS["tiny-ppo"], model=path, max_prompt_len=440, max_response_len=24, max_num_seqs=8,
+                  stop=())
+    engine = vllm_engine.VLLMEngine(path, model.load_tokenizer(path), cfg)
+    KEPT.append(engine)
+    params, policy = vllm.SamplingParams, model.load_policy(path)
+    vllm.SamplingParams = lambda seed, **others: params(**others)
+
+    def gap() -> float:
+        prompts = {i: [*range(3 + i, 103 + i)] * 4 for i in range(2)}
+        samples = list(responses(engine, prompts, 3, 0.7, 24, (0,), engine.version))
+        p = data.pack(sorted(samples, key=lambda s: (s.prompt_id, s.sample_id)))
+        with torch.no_grad():
+            return float((policy(p, 0.7)[0] - p.engine_logp)[p.mask].abs().max())
+
+    gaps = []
+    for version in range(2):
+        with engine.awake(dist.full_weights(policy), version):
+            gaps += [gap(), gap()]
+            with torch.no_grad():
+                for q in policy.parameters():
+                    q.mul_(1.2)
+            if version:
+                weights = ((name, x.clone()) for name, x in dist.full_weights(policy))
+                engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                stale = gap()
+    vllm.SamplingParams = params
+    return max(gaps), stale, cached
 
 
 def round_to_bf16(module: torch.nn.Module) -> None:

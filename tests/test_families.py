@@ -142,6 +142,13 @@ def test_vllm_agrees_with_the_trainer(folder_of):
     assert max(gaps[:-1]) < 1e-4 and gaps[-1] < 0.2, gaps
 
 
+def test_vllms_prefix_cache_has_states_of_the_present_weights(folder_of):
+    """256 tokens of each prompt come from the cache."""
+    vllm_engine._import_vllm()
+    ((right, stale, cached),) = run_ranks(1, families.compare_prefix_cache, folder_of("qwen3_5_text"))
+    assert right < 1e-4 and stale > 1e-2 and cached == {0, 256}
+
+
 def changed_folder(source: str, out: Path, **changes) -> str:
     out.mkdir()
     for file in Path(source).iterdir():

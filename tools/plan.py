@@ -595,13 +595,14 @@ def _allocator_loss(case, shape, root, logits, kept):
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
-    pieces = 4 * shape.layer + 4 * root / case.shards * (not case.cfg.lora) + HOLES * kept
+    pieces = 4 * shape.layer + HOLES * kept
+    of_root = 4 * root / case.shards * (not case.cfg.lora)
     if case.shards == 1:
-        return pieces + logits / 2
+        return pieces + max(of_root, logits / 2)
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
     # Only FSDP's CUDA stream can reuse this memory.
     whole = case.number * (root + shape.layer)
-    return pieces + logits + whole + whole / case.shards
+    return pieces + of_root + logits + whole + whole / case.shards
 
 
 def _update_instants(case, name, recompute):

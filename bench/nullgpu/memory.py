@@ -39,6 +39,8 @@ CASES = {
     "0.5B on one 24-GB card": (CARD, SMALL, "0.5b", 1, 1024),
     "7B, adapters, on one H100": (H100, "orz-7b --lora 32 --offload off", "7b", 1, 2048),
     "7B, adapters, on 8 × H100": (H100, "orz-7b --lora 32", "7b", 8, 2048),
+    "7B, adapters, offloading, on 4 × H100": (H100, "orz-7b --lora 32 --offload on", "7b", 4, 2048),
+    "32B, adapters, on 8 × H100": (H100, "orz-32b --lora 32 --offload off", "32b", 8, 9216),
 }
 PHASES = {"sync": ["sync"], "critic": ["critic[0]", "critic[1]"], "policy": ["policy[0]", "policy[1]"]}
 ABOVE = 1.09  # largest accepted ratio of the plan to the driver's peak
