@@ -458,8 +458,9 @@ class Config:
     @property
     def engine_len(self) -> int:
         """Maximum tokens of a prompt plus its response in evaluation and in the engine."""
-        longer = self.eval_response_len > self.max_response_len
-        return self.max_prompt_len + self.eval_response_len if longer else self.model_len
+        if self.eval_response_len > self.max_response_len:
+            return self.max_prompt_len + self.eval_response_len
+        return self.model_len
 
     @property
     def samples_per_step(self) -> int:
@@ -473,11 +474,9 @@ class Config:
     @property
     def minibatches(self) -> int:
         """Number of minibatches that a step's samples are divided into."""
-        return (
-            max(self.policy_updates, self.critic_updates)
-            if self.algo == "ppo"
-            else self.policy_updates
-        )
+        if self.algo == "ppo":
+            return max(self.policy_updates, self.critic_updates)
+        return self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
         if self.engine != "auto":
@@ -518,10 +517,11 @@ class Config:
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
-        done, total = (step - first) * per_step + update, (self.steps - first) * per_step
-        warmup = (
-            self.warmup_updates if self.warmup_updates >= 1 else round(self.warmup_updates * total)
-        )
+        done = (step - first) * per_step + update
+        total = (self.steps - first) * per_step
+        warmup = self.warmup_updates
+        if warmup < 1:
+            warmup = round(warmup * total)
         if done < warmup:
             return base * (done + 1) / warmup
         if self.lr_decay == "constant":

@@ -349,6 +349,10 @@ def _kill_marked(mark):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
+def _in_thread(work, *arguments):
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
     # When the connection closes, the server ends too. But after the trainer's end, another child of the
@@ -425,7 +429,7 @@ def serve(
         _Output(2, "w"), errors="backslashreplace", line_buffering=True
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    _in_thread(_watch, parent)
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
     os.close(handle)
     facts = dict(seconds=0, parallel=0, names=[])
@@ -510,11 +514,8 @@ class _Server:
         )
         theirs.close()
         self.outbox = queue.SimpleQueue()
-        for target, rest in (
-            (_send_all, [self.outbox]),
-            (_receive_all, [self.inbox, self.process]),
-        ):
-            threading.Thread(target=target, args=[ours, *rest], daemon=True).start()
+        _in_thread(_send_all, ours, self.outbox)
+        _in_thread(_receive_all, ours, self.inbox, self.process)
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
         for numbered in self.requests.items():
