@@ -808,9 +808,8 @@ NODE = 8  # ranks on a usual machine; train.py starts up to this many without to
 # because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
-KV_PAGE = (
-    256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
-)
+# Tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
+KV_PAGE = 256
 
 # --- the command line
 
@@ -820,7 +819,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     choice; "" if no choice is similar."""
     close = [choice for choice in choices if word and choice.startswith(word)]
     close = close or difflib.get_close_matches(word, choices, 1, 0.7)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(close)}?)"
 
 
 def given_flags(argv: Sequence[str]) -> list[str]:
@@ -833,8 +834,8 @@ def hint(flag: str, known: Sequence[str]) -> str:
     """Returns ` (did you mean --NAME?)` for the flag that an unknown flag may stand for, or "". The table in
     docs/faq.md has the flags of other libraries."""
     word = flag.rpartition(".")[2]  # without a section's name, as in train.micro_batch_size
-    faq = Path(ROOT, "docs/faq.md")
-    for line in faq.read_text().splitlines() if faq.is_file() else []:
+    faq = if_there(Path.read_text, Path(ROOT, "docs/faq.md")) or ""
+    for line in faq.splitlines():
         names = re.findall(r"`([-\w]+)`", line)
         if word in names[1:] and names[0].startswith("--"):
             return f" (did you mean {names[0]}?)"
