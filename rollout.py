@@ -576,7 +576,11 @@ def mean(values: Sequence[float]) -> float:
 # --- evaluation
 
 
-def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
+def sample_row(
+    s: Sample,
+    problem: Problem,
+    save_logps: bool,
+) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
     row = dict(
@@ -604,7 +608,12 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     return row
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
+def load_sets(
+    cfg: Config,
+    tokenizer: Any,
+    say: Say,
+    keep_fields: bool = False,
+) -> Sets:
     """Returns a dict: name of an evaluation set -> its problems. Each file of --eval_data is one set. Raises
     UserError as set_names and load_problems do."""
     sets = {}
