@@ -285,7 +285,7 @@ def _new_rows(path, seen, cfg, keep_fields):
 
 def prompt_encoder(
     template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
-) -> Callable[[Turns, str], list[int] | None]:
+) -> Callable:
     """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. The last turn
     of the conversation is the problem. Only the template "chat" can show earlier turns.
 

@@ -642,7 +642,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
         stem = Path(file).stem.removesuffix("-00000-of-00001")
         if repo:
             stem = f"{Path(repo).name}-{stem}"
-        parts.append([*Path(repo).parts[:-1], *Path(file).parts[:-1], stem])
+        folder = Path(repo).parent / Path(file).parent
+        parts.append([*folder.parts, stem])
     for n in range(1, 1 + max(map(len, parts), default=1)):
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):
