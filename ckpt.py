@@ -595,11 +595,10 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved = read_state(path)
     filled = []
-    read = {
-        name: fact
-        for name, fact in facts["read"].items()
-        if name.startswith(("policy's", "critic's", "lora"))
-    }
+    read = {}
+    for name, fact in facts["read"].items():
+        if name.startswith(("policy's", "critic's", "lora")):
+            read[name] = fact
     needed = f"its --lora and --model {saved['config']['model']} …, or --model with its export"
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():

@@ -459,8 +459,9 @@ class Config:
     @property
     def engine_len(self) -> int:
         """Maximum tokens of a prompt plus its response in evaluation and in the engine."""
-        longer = self.eval_response_len > self.max_response_len
-        return self.max_prompt_len + self.eval_response_len if longer else self.model_len
+        if self.eval_response_len > self.max_response_len:
+            return self.max_prompt_len + self.eval_response_len
+        return self.model_len
 
     @property
     def samples_per_step(self) -> int:
@@ -474,11 +475,9 @@ class Config:
     @property
     def minibatches(self) -> int:
         """Number of minibatches that a step's samples are divided into."""
-        return (
-            max(self.policy_updates, self.critic_updates)
-            if self.algo == "ppo"
-            else self.policy_updates
-        )
+        if self.algo == "ppo":
+            return max(self.policy_updates, self.critic_updates)
+        return self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
         if self.engine != "auto":
@@ -519,10 +518,11 @@ class Config:
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
         first = self.freeze_policy_steps if name == "policy" else 0
-        done, total = (step - first) * per_step + update, (self.steps - first) * per_step
-        warmup = (
-            self.warmup_updates if self.warmup_updates >= 1 else round(self.warmup_updates * total)
-        )
+        done = (step - first) * per_step + update
+        total = (self.steps - first) * per_step
+        warmup = self.warmup_updates
+        if warmup < 1:
+            warmup = round(warmup * total)
         if done < warmup:
             return base * (done + 1) / warmup
         if self.lr_decay == "constant":
@@ -809,9 +809,8 @@ NODE = 8  # ranks on a usual machine; train.py starts up to this many without to
 # because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
-KV_PAGE = (
-    256  # tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
-)
+# Tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
+KV_PAGE = 256
 
 # --- the command line
 
@@ -821,7 +820,9 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     choice; "" if no choice is similar."""
     close = [choice for choice in choices if word and choice.startswith(word)]
     close = close or difflib.get_close_matches(word, choices, 1, 0.7)
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    if not close:
+        return ""
+    return f" (did you mean {' or '.join(close)}?)"
 
 
 def given_flags(argv: Sequence[str]) -> list[str]:
@@ -834,8 +835,8 @@ def hint(flag: str, known: Sequence[str]) -> str:
     """Returns ` (did you mean --NAME?)` for the flag that an unknown flag may stand for, or "". The table in
     docs/faq.md has the flags of other libraries."""
     word = flag.rpartition(".")[2]  # without a section's name, as in train.micro_batch_size
-    faq = Path(ROOT, "docs/faq.md")
-    for line in faq.read_text().splitlines() if faq.is_file() else []:
+    faq = if_there(Path.read_text, Path(ROOT, "docs/faq.md")) or ""
+    for line in faq.splitlines():
         names = re.findall(r"`([-\w]+)`", line)
         if word in names[1:] and names[0].startswith("--"):
             return f" (did you mean {names[0]}?)"

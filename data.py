@@ -186,11 +186,11 @@ class Pack:
     def to(self, device: torch.device | str) -> Pack:
         """Returns the pack on another device. The host does not wait for copies to a GPU."""
         on_gpu = torch.device(device).type == "cuda"
-        moved = {
-            name: (x.pin_memory() if on_gpu else x).to(device, non_blocking=True)
-            for name, x in vars(self).items()
-            if isinstance(x, Tensor)
-        }
+        moved = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                x = x.pin_memory() if on_gpu else x
+                moved[name] = x.to(device, non_blocking=True)
         return replace(self, **moved)
 
 
@@ -276,7 +276,7 @@ def _new_rows(path, seen, cfg, keep_fields):
 
 def prompt_encoder(
     template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
-) -> Callable[[Turns, str], list[int] | None]:
+) -> Callable:
     """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. The last turn
     of the conversation is the problem. Only the template "chat" can show earlier turns.
 
@@ -476,8 +476,9 @@ def batch_at(
     for place, number in enumerate(numbers_at(step, cfg)):
         epoch, at = divmod(number, len(problems))
         problem = problems[_order(len(problems), cfg.seed, epoch)[at]]
-        is_solved = solved.get(problem.index, math.inf) <= step
-        batch.append(others[place % len(others)] if is_solved else problem)
+        if solved.get(problem.index, math.inf) <= step:
+            problem = others[place % len(others)]
+        batch.append(problem)
     return batch
 
 
@@ -516,9 +517,8 @@ def replacement_batch(
 def _order(n, seed, epoch):
     """Returns the indices of `n` problems in the random order of an epoch."""
     rng = np.random.default_rng([seed, ORDER, epoch])
-    rng.permutation(
-        n
-    )  # unused: without this draw, runs would have another order than in earlier versions
+    # Unused: without this draw, runs would have another order than in earlier versions.
+    rng.permutation(n)
     return rng.permutation(n)
 
 
@@ -587,10 +587,11 @@ def assign(
         order = rng.permutation(len(lengths))
         parts = partition(lengths[order], cfg.minibatches)
         minibatches = [np.sort(order[part]) for part in parts]
-    return [
-        _packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len)
-        for samples in minibatches
-    ]
+    layout = []
+    for samples in minibatches:
+        packs = _packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len)
+        layout.append(packs)
+    return layout
 
 
 def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):

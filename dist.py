@@ -493,8 +493,9 @@ def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Move a model and its optimizer's state from the device to the host. Pass optimizer=None only if the
     weights have not changed on the device. Then nothing is copied: the host tensors still have the values."""
     new = dict(tensors_with_homes(model, optimizer))
-    for x, home in new.items() if optimizer else ():
-        home.copy_(x, non_blocking=True)
+    if optimizer:
+        for x, home in new.items():
+            home.copy_(x, non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # wait for the copies, because replace_tensors reads them
     replace_tensors(model, optimizer, new)
@@ -622,8 +623,10 @@ def balance(
     for box in exchange(outgoing):
         arrived |= box
     minibatches = []
-    for minibatch in layout:
-        packs = [[*map(arrived.get, pack)] for pack in minibatch[rank]]
+    for ranks in layout:
+        packs = []
+        for indices in ranks[rank]:
+            packs.append([arrived[i] for i in indices])
         minibatches.append(packs)
     return minibatches
 
@@ -649,7 +652,8 @@ def phase(name: str) -> Iterator[None]:
     """Context manager and decorator. Adds the seconds of a phase, including the GPU's work, to SECONDS. The
     parts of the start have names such as "start/models"."""
     start = time.perf_counter()
-    CURRENT.name, CURRENT.began = name, start
+    CURRENT.name = name
+    CURRENT.began = start
     # While C code holds the GIL, the thread of guard.watch can't end a hung process. This timer can.
     if CURRENT.limit:
         seconds = 1.2 * CURRENT.limit + 30
@@ -661,7 +665,8 @@ def phase(name: str) -> Iterator[None]:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         faulthandler.cancel_dump_traceback_later()
-        CURRENT.name, CURRENT.began = f"after {name}", float("inf")
+        CURRENT.name = f"after {name}"
+        CURRENT.began = float("inf")
         SECONDS[name] += time.perf_counter() - start
 
 
@@ -684,8 +689,11 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
 
 def start_seconds() -> str:
     """Returns the seconds of the start's parts, as text."""
-    parts = {name: s for name, s in SECONDS.items() if name.startswith("start/")}
-    return ", ".join(f"{name[6:]} {s:.1f}" for name, s in parts.items())
+    parts = []
+    for name, seconds in SECONDS.items():
+        if name.startswith("start/"):
+            parts.append(f"{name[6:]} {seconds:.1f}")
+    return ", ".join(parts)
 
 
 def phase_seconds() -> dict[str, float]:

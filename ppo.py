@@ -110,7 +110,11 @@ def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
-def kl_loss(logp: Tensor, old_logp: Tensor, ref: Tensor) -> Tensor:
+def kl_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    ref: Tensor,
+) -> Tensor:
     """Returns (T,): the KL term of each token's loss. Its expected gradient is the gradient of KL(policy ||
     ref) at that token, also after the policy has moved away from `old_logp`.
 
@@ -141,7 +145,8 @@ def value_loss(
         `values` clamped to old_values ± clip (ppo2 of OpenAI's baselines). None: no clipping."""
     loss = (values - returns) ** 2
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
+        change = (values - old_values).clamp(-clip, clip)
+        near = old_values + change
         clipped = (near - returns) ** 2
         loss = torch.maximum(loss, clipped)
     total = torch.where(mask, loss, 0).sum()

@@ -241,7 +241,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
     needed = '{"response": …, "answer": …}'
-    with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
+    customs = [t.custom for t in terms if t.custom]
+    with Grader(2, customs=customs) as grader:
         for number, row in read_rows(responses):
             with explained(f"{responses} row {number} can't be graded", needed):
                 text = row["response"]

@@ -141,7 +141,17 @@ class Trajectories:
         logp = np.zeros(0, np.float32)
         version = self.sampling.version
         for i, j in keys:
-            self.open[i, j] = Sample(i, j, self.problems[i].ids, ids, logp, False, "", version)
+            prompt = self.problems[i].ids
+            self.open[i, j] = Sample(
+                i,
+                j,
+                prompt,
+                ids,
+                logp,
+                stopped=False,
+                text="",
+                version=version,
+            )
 
     def add(self, trajectories: Iterable[Sample]) -> None:
         """Add trajectories of another rank or of an earlier step, graded or unfinished."""
@@ -176,7 +186,14 @@ class Trajectories:
             limits[k] = min(self._left(s), self.round_len or most)
         if self.rounds:
             key = (*key, ROUND, self.rounds + 1)
-        for s in self.engine.generate(requests, limits, temperature, key, version, top_p):
+        for s in self.engine.generate(
+            requests,
+            limits,
+            temperature,
+            key,
+            version,
+            top_p,
+        ):
             if self._take(before[s.key], s):
                 self.progress()
                 if dist.stop_signal and self.cfg.tp == 1:
@@ -213,7 +230,12 @@ class Trajectories:
             # The engine does not see a stop string that began in an earlier round. So cut after it here.
             count = first_stop(turn, new.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
-                new = replace(new, ids=new.ids[:count], logp=new.logp[:count], stopped=True)
+                new = replace(
+                    new,
+                    ids=new.ids[:count],
+                    logp=new.logp[:count],
+                    stopped=True,
+                )
             # Decode the whole turn: a character's bytes may be divided between `before` and `new`.
             text = self.engine.text_of(np.concatenate([turn, new.ids]))
         return replace(extended(before, new), text=before.text + text)
@@ -338,8 +360,14 @@ def rollout(
     cfg = engine.cfg
     training = carried is not None
     carries = training and cfg.carry > 0
-    round_len = cfg.round_len if training else 0
-    trajectories = Trajectories(engine, grader, problems, sampling, progress, round_len)
+    trajectories = Trajectories(
+        engine,
+        grader,
+        problems,
+        sampling,
+        progress,
+        round_len=cfg.round_len if training else 0,
+    )
     trajectories.add(carried or ())
     begin_and_move(trajectories, carries)
     chosen = sample_until_enough(trajectories, carries)
@@ -351,7 +379,8 @@ def rollout(
         place = samples if s.key in chosen else left
         place.append(s)
     if not sampling.temperature:  # greedy: copy the only sample of each prompt
-        samples = [replace(s, sample_id=j) for s in samples for j in range(sampling.n)]
+        copies = itertools.product(samples, range(sampling.n))
+        samples = [replace(s, sample_id=j) for s, j in copies]
     if engine.ranks > 1:
         samples = meet(samples, engine)
     return samples, left
@@ -373,7 +402,9 @@ def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
     # At temperature 0, all samples of a prompt are equal, so one is enough.
     samples = range(sampling.n if sampling.temperature else 1)
     new = list(itertools.product(begun, samples))
-    home = {key: at % engine.ranks for at, key in enumerate(sorted(new + old))}  # key -> rank
+    home = {}  # key -> rank
+    for at, key in enumerate(sorted(new + old)):
+        home[key] = at % engine.ranks
     trajectories.begin(k for k in new if home[k] == engine.rank)
     # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
     if carries:
@@ -420,7 +451,8 @@ def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     outgoing = [[] for _ in range(engine.ranks)]
     for s in samples:
         outgoing[s.prompt_id % engine.ranks].append(s)
-    return sorted(itertools.chain(*dist.exchange(outgoing)), key=lambda s: s.key)
+    arrived = itertools.chain(*dist.exchange(outgoing))
+    return sorted(arrived, key=lambda s: s.key)
 
 
 def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
@@ -492,7 +524,11 @@ def mean(values: Sequence[float]) -> float:
 # --- evaluation
 
 
-def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
+def sample_row(
+    s: Sample,
+    problem: Problem,
+    save_logps: bool,
+) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
     engine's log-probs (nats)."""
     row = dict(
@@ -520,12 +556,24 @@ def sample_row(s: Sample, problem: Problem, save_logps: bool) -> dict[str, Any]:
     return row
 
 
-def load_sets(cfg: Config, tokenizer: Any, say: Say, keep_fields: bool = False) -> Sets:
+def load_sets(
+    cfg: Config,
+    tokenizer: Any,
+    say: Say,
+    keep_fields: bool = False,
+) -> Sets:
     """Returns a dict: name of an evaluation set -> its problems. Each file of --eval_data is one set. Raises
     UserError as set_names and load_problems do."""
     sets = {}
     for name, path in zip(set_names(cfg.eval_data), cfg.eval_data, strict=True):
-        sets[name] = load_problems([path], tokenizer, cfg, say, cfg.engine_len, keep_fields)
+        sets[name] = load_problems(
+            [path],
+            tokenizer,
+            cfg,
+            say,
+            cfg.engine_len,
+            keep_fields,
+        )
     return sets
 
 
@@ -542,7 +590,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
         stem = Path(file).stem.removesuffix("-00000-of-00001")
         if repo:
             stem = f"{Path(repo).name}-{stem}"
-        parts.append([*Path(repo).parts[:-1], *Path(file).parts[:-1], stem])
+        folder = Path(repo).parent / Path(file).parent
+        parts.append([*folder.parts, stem])
     for n in range(1, 1 + max(map(len, parts), default=1)):
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):
@@ -568,14 +617,22 @@ def score_sets(
     step: the training step whose weights the engine holds"""
     scores = {}
     rows = []
-    for i, (name, problems) in enumerate(sets.items()):
-        n = cfg.eval_samples[i % len(cfg.eval_samples)]
-        temperature = cfg.eval_temperature[i % len(cfg.eval_temperature)]
+    many = itertools.cycle(cfg.eval_samples)
+    temperatures = itertools.cycle(cfg.eval_temperature)
+    for (name, problems), n, temperature in zip(sets.items(), many, temperatures, strict=False):
         # Not `i`: an added evaluation set changes no response of the others.
         key = cfg.seed, EVAL, zlib.crc32(name.encode())
         longest = cfg.eval_response_len or cfg.max_response_len
-        sampling = Sampling(n, temperature, longest, key, step, cfg.eval_top_p)
-        samples, _ = rollout(engine, grader, dict(enumerate(problems)), sampling, progress)
+        sampling = Sampling(
+            n,
+            temperature,
+            longest,
+            key,
+            version=step,
+            top_p=cfg.eval_top_p,
+        )
+        numbered = dict(enumerate(problems))
+        samples, _ = rollout(engine, grader, numbered, sampling, progress)
         dist.together(grader.check)
         scores[name] = gather_scores(samples, n)
         mine = [sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
@@ -588,7 +645,9 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems of all ranks, ordered by prompt_id."""
     mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
-    for _, metrics in sorted(dist.gather_all(mine), key=lambda row: row[0]):
+    every = dist.gather_all(mine)
+    every.sort(key=lambda row: row[0])
+    for _, metrics in every:
         for metric, value in metrics.items():
             scores[metric].append(value)
     return dict(scores)
@@ -600,7 +659,11 @@ ENGINES = {"torch": TorchEngine, "vllm": VLLMEngine}
 
 
 def make_engine(
-    path: str, tokenizer: Any, cfg: Config, device: torch.device, dtype: torch.dtype
+    path: str,
+    tokenizer: Any,
+    cfg: Config,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Engine:
     """Returns a new engine for the model folder `path`. Raises UserError if it can't run this model."""
     check_engine_flags(path, cfg, device)

@@ -217,7 +217,9 @@ def refresh_ref(run: Run, step: int) -> None:
     per_step = run.cfg.prompts_per_step
     n = len(run.problems)
     if (step + 1) * per_step // n > step * per_step // n:
-        for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
+        ref = run.ref.model.parameters()
+        policy = run.policy.model.parameters()
+        for old, new in zip(ref, policy, strict=True):
             old.copy_(new)
 
 
@@ -279,9 +281,9 @@ def draw_and_carry(
     ones, in all more than this step trains on. Returns the same three values as `sample_step`. The batch has
     only the prompts that this step trains on."""
     cfg = run.cfg
-    begun = dist.gather_all(s.prompt_id for s in run.carried)
+    begun = dist.gather_all(step_of(s.prompt_id, cfg) for s in run.carried)
     problems = {}  # number of a prompt in the run -> its problem
-    for begin in sorted({step, *(step_of(i, cfg) for i in begun)}):
+    for begin in sorted({step, *begun}):
         batch = batch_at(run.problems, begin, cfg, run.solved)
         problems |= zip(numbers_at(begin, cfg), batch, strict=True)
     samples, left = draw(run, problems, (step,), run.carried)
@@ -310,7 +312,13 @@ def draw(
     step = key[0]
     n = cfg.samples_per_prompt
     seeds = (cfg.seed, TRAIN, *key)
-    sampling = Sampling(n, cfg.temperature, cfg.max_response_len, seeds, step)
+    sampling = Sampling(
+        n,
+        cfg.temperature,
+        cfg.max_response_len,
+        seeds,
+        version=step,
+    )
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, sampling, bar.update, carried)
     dist.together(run.grader.check)
@@ -346,8 +354,8 @@ def resample(
             break
         round += 1
         others = replacement_batch(run.problems, step, round, cfg, run.solved)
-        batch = [others[i] if i in uniform else problem for i, problem in enumerate(batch)]
-        problems = {i: batch[i] for i in uniform}
+        problems = {i: others[i] for i in uniform}
+        batch = [problems.get(i, problem) for i, problem in enumerate(batch)]
         drawn, _ = draw(run, problems, (step, round))
         if dist.stop_requested():  # `draw` was aborted on some rank
             return batch, samples
@@ -427,7 +435,8 @@ def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
     total = 0
     for term in terms_of(cfg):
         values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
-        rewards = torch.tensor(values, dtype=torch.float64).view(-1, cfg.samples_per_prompt)
+        rewards = torch.tensor(values, dtype=torch.float64)
+        rewards = rewards.view(-1, cfg.samples_per_prompt)
         total += term.weight * grpo.group_advantages(rewards)
     return total
 
@@ -548,7 +557,8 @@ def estimate_advantages(
 def whiten_advantages(minibatches: Minibatches) -> Minibatches:
     """Returns the minibatches with whitened advantages. Mean and standard deviation are over all loss tokens
     of the step, on all ranks."""
-    stats = sum(ppo.whitening_stats(p.advantages, p.mask) for p in chain(*minibatches))
+    packs = chain(*minibatches)
+    stats = sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs)
     stats = dist.all_sum(stats)
 
     def whitened(p):
@@ -572,7 +582,8 @@ def counts(packs: Sequence[Pack]) -> tuple[float, float]:
     """Returns how many tokens and responses enter the loss of an update, over all ranks."""
     tokens = sum(len(p.loss_tokens) for p in packs)
     responses = sum(p.responses for p in packs)
-    return tuple(dist.all_sum(torch.tensor([tokens, responses])).tolist())
+    both = torch.tensor([tokens, responses])
+    return tuple(dist.all_sum(both).tolist())
 
 
 def train_role(
@@ -620,7 +631,14 @@ def critic_pack_loss(
 
     tokens: number of tokens in the loss of the whole update
     responses: not used, but `train_role` passes the same arguments to both losses"""
-    loss = ppo.value_loss(model(p), p.values, p.returns, p.mask, tokens, cfg.value_clip)
+    loss = ppo.value_loss(
+        model(p),
+        p.values,
+        p.returns,
+        p.mask,
+        tokens,
+        cfg.value_clip,
+    )
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
@@ -784,9 +802,10 @@ def step_metrics(
     m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     m["tflops"] = m.pop("flops") / (seconds * world.size * 1e12)
-    peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops if world.device.type == "cuda" else 0
-    if peak:
-        m["mfu"] = m["tflops"] * 1e12 / peak
+    if world.device.type == "cuda":
+        peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops
+        if peak:
+            m["mfu"] = m["tflops"] * 1e12 / peak
     return m
 
 

@@ -58,9 +58,7 @@ LARGEST = 3.4028234e38
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
-LATE = (
-    8  # the run ends if a user's function times out or ends a worker this number of times in a row
-)
+LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
@@ -80,9 +78,8 @@ SERVER = (
 )
 LOW = 64  # a user's function may write to or close file descriptors below this number: see `serve`
 START = 300  # seconds that a server may need to start from a slow disk
-MARK = os.environ.get(
-    "TORZ_GRADER", "none"
-)  # in the environment of a server and of all its descendants
+# In the environment of a server and of all its descendants
+MARK = os.environ.get("TORZ_GRADER", "none")
 
 
 class Grade(NamedTuple):
@@ -221,12 +218,11 @@ def _carry_out(request, deadline):
 def _message(error):
     """Returns the error as one line of text. If the user's file raised it, the text ends with the file and
     the line number."""
-    places = [
-        f" ({_user_file}, line {line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == _user_file
-    ]
-    return shorten(f"{type(error).__name__}: {error}{''.join(places[-1:])}", 500)
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == _user_file:
+            where = f" ({_user_file}, line {line})"
+    return shorten(f"{type(error).__name__}: {error}{where}", 500)
 
 
 def _init_worker(connection):
@@ -349,6 +345,10 @@ def _kill_marked(mark):
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
+def _in_thread(work, *arguments):
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
 def _watch(parent):
     """End the server when the trainer, process `parent`, has ended."""
     # When the connection closes, the server ends too. But after the trainer's end, another child of the
@@ -383,10 +383,9 @@ def _dispatch(connection, workers, cpu, wall, has_state):
     context.Process = _Worker
     tasks = 0 if has_state else MAX_TASKS
     size = 1 if has_state else workers
-    pools = [
-        pebble.ProcessPool(size, tasks, _init_worker, [connection], context)
-        for _ in range(workers // size)
-    ]
+    pools = []
+    for _ in range(workers // size):
+        pools.append(pebble.ProcessPool(size, tasks, _init_worker, [connection], context))
     # pebble raises RuntimeError after someone has killed an idle worker.
     with suppress(EOFError, OSError, RuntimeError):
         while True:
@@ -425,7 +424,7 @@ def serve(
         _Output(2, "w"), errors="backslashreplace", line_buffering=True
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
-    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    _in_thread(_watch, parent)
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
     os.close(handle)
     facts = dict(seconds=0, parallel=0, names=[])
@@ -510,11 +509,8 @@ class _Server:
         )
         theirs.close()
         self.outbox = queue.SimpleQueue()
-        for target, rest in (
-            (_send_all, [self.outbox]),
-            (_receive_all, [self.inbox, self.process]),
-        ):
-            threading.Thread(target=target, args=[ours, *rest], daemon=True).start()
+        _in_thread(_send_all, ours, self.outbox)
+        _in_thread(_receive_all, ours, self.inbox, self.process)
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
         for numbered in self.requests.items():
@@ -582,13 +578,11 @@ class Grader(AbstractContextManager):
         if env:
             known[env] = TURN
         self.inbox = queue.SimpleQueue()
-        self.functions = {
-            spec: _Server(self.inbox, spec, names, workers, deadline)
-            for spec, names in known.items()
-        }
-        self.comparisons = _Server(
-            self.inbox, "", [], workers, deadline
-        )  # starts when it is needed
+        self.functions = {}
+        for spec, names in known.items():
+            self.functions[spec] = _Server(self.inbox, spec, names, workers, deadline)
+        # starts when it is needed
+        self.comparisons = _Server(self.inbox, "", [], workers, deadline)
         self.servers = [*self.functions.values(), self.comparisons]
         self.say = say
         self.stop = ()

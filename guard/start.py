@@ -283,7 +283,9 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
     roles = {}
     bases = {}  # role that loads a base -> base
     for who in cfg.models:
-        load = partial(load_critic, seed=cfg.seed) if who == "critic" else load_policy
+        load = load_policy
+        if who == "critic":
+            load = partial(load_critic, seed=cfg.seed)
         path = source_of(who, vars(cfg))
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
