@@ -167,8 +167,8 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
     options: of subprocess.Popen"""
 
     def script():
-        # subprocess waits until one of these files is closed. Their numbers stay in use. Otherwise a new socket
-        # could get the number of a file that an object of the parent still writes to, or closes.
+        # subprocess waits until one of these files is closed. Their numbers stay in use: no new socket may
+        # get the number of a file that an object of the parent still writes to, or closes.
         null = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > 2:
