@@ -1,6 +1,7 @@
 """Fixtures and helpers that several test files share."""
 
 import atexit
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -166,7 +167,13 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
     options: of subprocess.Popen"""
 
     def script():
-        os.closerange(3, 1000)  # subprocess waits until one of these files is closed
+        # subprocess waits until one of these files is closed. Their numbers stay in use: no new socket may
+        # get the number of a file that an object of the parent still writes to, or closes.
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2:
+                with contextlib.suppress(OSError):
+                    os.dup2(null, number, inheritable=False)
         if environment is not None:
             os.environ.clear()
             os.environ.update(environment)
