@@ -147,7 +147,8 @@ class Pages(Cache):
             self.uses[page] += 1
         if other:  # the prompt's last tokens are in a page that the other response goes on to fill
             source = other.pages[full]
-            self.copies[r.pages[full]] = self.copies.get(source, source)
+            page = r.pages[full]
+            self.copies[page] = self.copies.get(source, source)
         else:
             self.unread.append(r)
         self.latest[r.prompt] = r
@@ -482,13 +483,15 @@ class Slots:
         first = len(self.responses)
         self.responses += new
         count = len(new)
+        _, width = self.cache.table.shape
         inputs = np.zeros((count, 3))
         draws = np.zeros((count, self.cache.longest))
-        table = np.zeros((count, self.cache.table.shape[1]))
+        table = np.zeros((count, width))
         for j, r in enumerate(new):
             end = r.read + r.limit
             inputs[j] = r.prompt[-1], r.read, end - 1
-            draws[j, r.read : end] = uniforms((*key, *r.key), r.limit)
+            seed = (*key, *r.key)
+            draws[j, r.read : end] = uniforms(seed, r.limit)
             table[j, : len(r.pages)] = r.pages
         for state, values in (
             (self.inputs, inputs),
@@ -649,7 +652,9 @@ class TorchEngine(Engine):
             return
         new = []
         free = slots.count - len(slots.responses)
-        while waiting and len(new) < free and slots.cache.admit(waiting[0]):
+        while waiting and len(new) < free:
+            if not slots.cache.admit(waiting[0]):
+                break
             new.append(waiting.popleft())
         if new:
             self._prefill(slots.cache)
