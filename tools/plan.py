@@ -115,8 +115,8 @@ def gpu_of(device: str, memory: float) -> GPU:
 class DeltaNets(NamedTuple):
     """The sizes of Qwen3.5's gated delta nets (model.delta_net)."""
 
-    layers: int  # number of layers that have one in place of attention
-    heads: int  # of values
+    layers: int = 0  # number of layers that have one in place of attention
+    heads: int = 0  # of values
     key_heads: int = 16
     key_dim: int = 128  # width of a head of keys
     dim: int = 128  # width of a head of values
@@ -143,7 +143,7 @@ class Shape:
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
     silu: bool = True  # the MLP's activation; others store one more tensor (model.gated_mlp)
-    delta: DeltaNets | None = None  # None: all layers have attention
+    delta: DeltaNets = DeltaNets()
 
     @property
     def q(self) -> int:
@@ -158,7 +158,7 @@ class Shape:
 
     @property
     def attention_layers(self) -> int:
-        return self.layers - (self.delta.layers if self.delta else 0)
+        return self.layers - self.delta.layers
 
     @property
     def layer(self) -> int:
@@ -167,7 +167,8 @@ class Shape:
         qkv = self.q + 2 * self.kv
         biases = qkv if self.qkv_bias else 0
         mixer = qkv + self.q  # width of all matrices of attention together
-        if net := self.delta:
+        net = self.delta
+        if net.layers:
             mixer += self.q  # the gate of attention's output
             of_net = net.mixed + 2 * net.heads * (net.dim + 1)
             of_net += net.kernel * net.mixed / self.hidden
@@ -245,9 +246,12 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def _delta_nets(config):
-    count = (config.get("layer_types") or []).count("linear_attention")
+    layers = config.get("layer_types") or []
+    count = layers.count("linear_attention")
+    if count == 0:
+        return DeltaNets()
     words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
-    return DeltaNets(count, *(config[f"linear_{word}"] for word in words)) if count else None
+    return DeltaNets(count, *(config[f"linear_{word}"] for word in words))
 
 
 def read_shape(path: str) -> Shape:
@@ -365,14 +369,14 @@ class Case:
 
     @property
     def within(self) -> float:
-        """Bytes/s that a rank sends within its node; 0 if unknown."""
-        return LINK * self.gpu.link if self.gpu else 0
+        """Bytes/s that a rank sends within its node. For `timed` cases."""
+        return LINK * self.gpu.link
 
     @property
     def between(self) -> float:
-        """Bytes/s that a node sends to other nodes; 0 if unknown."""
-        usual = self.gpu.network if self.gpu else 0
-        return LINK * (self.cfg.network or usual) * 1e9 / 8
+        """Bytes/s that a node sends to other nodes. For `timed` cases."""
+        gigabits = self.cfg.network or self.gpu.network
+        return LINK * gigabits * 1e9 / 8
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -451,8 +455,6 @@ class Case:
         """Bytes of a response's recurrent states in a rank's engine. vLLM keeps two: the running one, and the
         one at the last whole page, for its prefix cache."""
         net = self.models["policy"].delta
-        if not net:
-            return 0.0
         recurrent = 4 * net.heads * net.dim * net.key_dim  # fp32
         inputs = self.number * (net.kernel - 1) * net.mixed  # of the convolution
         return 2 * net.layers * (recurrent + inputs) / self.cfg.tp
@@ -594,16 +596,17 @@ def _per_token(case, shape, recompute):
     shared = 4 * d + shape.q + of_mlp * inner
     of_segments = 2 * shape.q + 2 * shape.kv
     stored = case.number * (0.96 * shared + of_segments)
-    if net := shape.delta:
-        # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
-        stored += case.number * 6 * net.mixed * net.layers / shape.layers
+    # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
+    net = shape.delta
+    stored += case.number * 6 * net.mixed * net.layers / shape.layers
     whole = stored * (shape.layers - recompute)
     inputs = case.number * d * recompute
     # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
     # counted already. It holds one tensor of the MLP less than other layers (bench/nullgpu/memory.py).
     again = stored - case.number * (d + inner)
-    added = max(0, again - whole) if recompute else 0
-    return inputs + whole, added
+    if recompute == 0:
+        again = 0
+    return inputs + whole, max(0, again - whole)
 
 
 def _logits(case, vocab, tokens):
@@ -948,8 +951,6 @@ def _passes(case, name, prompt, response):
 
 def _delta_flops(net):
     """Returns the FLOP a token of the recurrences of all delta nets."""
-    if not net:
-        return 0
     # In chunks of 64 tokens: products of keys and queries, a triangular system, the state
     chunk = 64 * (5 * net.key_dim + 3 * net.dim)
     state = 6 * net.key_dim * net.dim
@@ -1217,14 +1218,15 @@ def as_text(plan: Plan) -> list[str]:
     """Returns the plan as lines of at most 80 characters (94 with a critic and --ref_model)."""
     lines = []
     for section, rows in plan.items():
-        first = next(iter(rows.values()))
-        columns = first if isinstance(first, dict) else []
-        head = "".join(f"{column:>14}" for column in columns)
-        lines += ["", f"{section:24}{head}"]
-        for name, value in rows.items():
-            cells = value.values() if columns else [value]
-            text = "".join(f" {_shown(x):>13}" for x in cells)
-            lines.append(f"  {name:22}{text}")
+        head = f"{section:24}"
+        of_rows = []
+        for name, cells in rows.items():
+            if not isinstance(cells, dict):
+                cells = {"": cells}
+            text = "".join(f" {_shown(x):>13}" for x in cells.values())
+            of_rows.append(f"  {name:22}{text}")
+        head += "".join(f"{column:>14}" for column in cells)
+        lines += ["", head.rstrip(), *of_rows]
     return lines
 
 
