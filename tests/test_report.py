@@ -184,7 +184,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
     assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
     config = slow / "config.json"  # "versions" has packages, code and data
     config.write_text((ppo[0] / "config.json").read_text().replace('"torch": "2"', '"torch": "3"'))
-    assert recipes([*ppo, slow]) == [ppo, [slow]] and "--torch 3" in report.table([*ppo, slow], "reward")[2][0]
+    assert recipes([*ppo, slow]) == [ppo, [slow]]
+    assert "--torch 3" in report.table([*ppo, slow], "reward")[2][0]
     bare = [tmp_path / "a", tmp_path / "b"]
     assert recipes(bare) == [[run] for run in bare]
 

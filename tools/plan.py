@@ -508,12 +508,7 @@ def settle(case: Case) -> Config:
         places = ["off", "on"]
         if not case.gpu:
             places = ["off"]
-    least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
-    packs = [least]
-    if case.timed and not cfg.pack_len:
-        for length in (2 * least, 4 * least):
-            if length < 2 * case.minibatch:
-                packs.append(length)
+    packs = _pack_lengths(case)
     for ranks, place in product(shards, places):
         found = {}  # config -> seconds of a step
         for length in packs:
@@ -538,8 +533,19 @@ def settle(case: Case) -> Config:
         cfg,
         shard_ranks=shards[-1],
         offload=places[-1],
-        pack_len=least,
+        pack_len=packs[0],
     )
+
+
+def _pack_lengths(case):
+    """Returns the values to choose from for --pack_len 0, or the flag's value."""
+    least = case.cfg.pack_len or max(PACK_LEN, case.cfg.model_len)
+    found = [least]
+    if case.timed and not case.cfg.pack_len:
+        for length in (2 * least, 4 * least):
+            if length < 2 * case.minibatch:
+                found.append(length)
+    return found
 
 
 def _leaves_room(case):
@@ -908,8 +914,7 @@ def _passes(case, name, prompt, response):
     layers = shape.layers
     length = prompt + response
     packs = case.packs(length)
-    # tokens of a pack
-    tokens = cfg.samples_per_step * length / case.world / packs
+    tokens = cfg.samples_per_step * length / case.world / packs  # of a pack
     flop = forward_flops(
         layers * shape.layer,
         shape.attention_layers,
@@ -1118,11 +1123,6 @@ def verdict(case: Case) -> str:
     return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
 
 
-def _quarter(cfg):
-    """Returns the mean tokens of prompt and response in a step of quarter length."""
-    return cfg.max_prompt_len / 8, cfg.max_response_len / 4
-
-
 # --- the plan as a table
 
 # section -> row -> cell, or section -> row -> column -> cell. A cell is a number or a word.
@@ -1170,14 +1170,7 @@ def plan_of(case: Case) -> Plan:
     if case.state_bytes:
         plan["batches"]["states of a response, MiB"] = case.state_bytes / 2**20
     if case.timed:
-        times = {
-            "quarter length": seconds(case, *_quarter(cfg)),
-            "full length": seconds(case, *case.longest),
-        }
-        for phases in times.values():
-            for n in (1000, steps):
-                phases[f"{n:,} steps, hours"] = n * phases["step"] / 3600
-        plan["estimated seconds"] = _columns(times)
+        plan["estimated seconds"] = _columns(_times(case, steps))
     if case.timed and case.world > 1:
         plan["network, GB/s of a rank"] = {
             "in its node": case.within / 1e9,
@@ -1185,6 +1178,19 @@ def plan_of(case: Case) -> Plan:
             "between nodes": case.between / case.local / 1e9,
         }
     return plan
+
+
+def _times(case, steps):
+    cfg = case.cfg
+    quarter = cfg.max_prompt_len / 8, cfg.max_response_len / 4  # mean tokens of prompt and response
+    times = {
+        "quarter length": seconds(case, *quarter),
+        "full length": seconds(case, *case.longest),
+    }
+    for phases in times.values():
+        for n in (1000, steps):
+            phases[f"{n:,} steps, hours"] = n * phases["step"] / 3600
+    return times
 
 
 def _in_gib(sizes):
