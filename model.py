@@ -93,8 +93,12 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     # Qwen3.5: transformers ignores the first two settings, and the kernels know only silu.
     gates = [settings.get(name) for name in ("attn_output_gate", "output_gate_type", "hidden_act")]
     settings["gates"] = not set(gates) <= {None, True, "silu", "swish"}
-    wrong = [name for name in MUST_BE_OFF + FAMILIES[family] if settings.get(name)]
-    wrong += {rope.get("rope_type") or "default" for rope in ropes(config)} - ROPES
+    must_be_off = MUST_BE_OFF + FAMILIES[family]
+    wrong = [name for name in must_be_off if settings.get(name)]
+    for rope in ropes(config):
+        kind = rope.get("rope_type") or "default"
+        if kind not in ROPES:
+            wrong.append(kind)
     layers = set(settings.get("layer_types") or ()) - LAYERS
     if family == "qwen3_5_text":  # see `delta_net`
         layers -= {"linear_attention"}
@@ -194,7 +198,8 @@ class Segments:
             self.blocks.append((len(segments), columns))
             for start, end in segments:
                 length = end - start
-                slots[start:end] = range(len(tokens), len(tokens) + length)
+                slot = len(tokens)
+                slots[start:end] = range(slot, slot + length)
                 tokens += range(start, end)
                 tokens += [start] * (columns - length)  # padding
         device = self.cu_seqlens.device
@@ -230,13 +235,14 @@ def packed_attention(
     segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
         the output is (R, 1, H, d)."""
     if segments is None:
-        query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
-        out = cache.attend(module.layer_idx, query, key, value, scaling, sliding_window)
+        qkv = [x[:, :, 0] for x in (query, key, value)]
+        out = cache.attend(module.layer_idx, *qkv, scaling, sliding_window)
         return out[:, None], None
     # squeeze, because the backward pass of x[0] would copy the gradient once more.
     qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if cache is not None:
-        cache.write(module.layer_idx, *qkv[1:])
+        _, key, value = qkv
+        cache.write(module.layer_idx, key, value)
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
     if not (flash or segments.blocks):
         segments.pad()
@@ -301,7 +307,7 @@ def _padded(query, key, value, segments, scaling, window):
             v = v.repeat_interleave(times, 1)
         mask = None
         if window and window < columns:  # mask[i, j]: token i attends to token j
-            every = torch.ones(columns, columns, dtype=torch.bool, device=q.device)
+            every = q.new_ones(columns, columns, dtype=torch.bool)
             mask = every.tril().triu(1 - window)
         out = F.scaled_dot_product_attention(
             q,
@@ -334,19 +340,28 @@ def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: An
     fused = x.is_cuda and x.dtype != torch.float32
     if not (fused or segments.blocks):
         segments.pad()
-    rows = torch.cat([net.in_proj_qkv(x), net.in_proj_b(x), net.in_proj_a(x)], -1)
+    projections = (net.in_proj_qkv, net.in_proj_b, net.in_proj_a)
+    rows = torch.cat([project(x) for project in projections], -1)
     if segments.slots is not None:
         rows = TakeRows.apply(rows, segments.slots)
-    cu_seqlens = segments.cu_seqlens if fused else None
-    blocks = segments.blocks or [(1, len(rows))]  # fused: all slots are one block
-    outs = []
-    for block, part in zip(blocks, rows.split([math.prod(b) for b in blocks]), strict=True):
-        outs.append(_recur(net, part.unflatten(0, block), cu_seqlens).flatten(0, 1))
-    out = torch.cat(outs)
+    if fused:
+        out = _recur(net, rows[None], segments.cu_seqlens).squeeze(0)
+    else:
+        outs = []
+        start = 0
+        for block in segments.blocks:
+            end = start + math.prod(block)
+            part = rows[start:end].unflatten(0, block)
+            out = _recur(net, part, None)
+            outs.append(out.flatten(0, 1))
+            start = end
+        out = torch.cat(outs)
     if segments.outputs is not None:
         out = out.index_select(0, segments.outputs)
-    z = net.in_proj_z(x).unflatten(-1, (-1, net.head_v_dim))
-    return net.out_proj(net.norm(out, z).flatten(1))[None]
+    z = net.in_proj_z(x)
+    z = z.unflatten(-1, (-1, net.head_v_dim))
+    normed = net.norm(out, z)
+    return net.out_proj(normed.flatten(1))[None]
 
 
 def _recur(net, rows, cu_seqlens):
@@ -355,23 +370,38 @@ def _recur(net, rows, cu_seqlens):
 
     rows: (B, L, …), the projections for queries, keys, values, beta and decay, side by side"""
     heads = net.num_v_heads
-    mixed, beta, decay = rows.split([net.conv_dim, heads, heads], -1)
+    widths = [net.conv_dim, heads, heads]
+    mixed, beta, decay = rows.split(widths, -1)
     if cu_seqlens is None:
         # The convolution pads both ends, so its first outputs are the causal ones.
-        mixed = F.silu(net.conv1d(mixed.mT)[..., : rows.shape[1]]).mT
+        length = rows.shape[1]
+        mixed = net.conv1d(mixed.mT)[..., :length]
+        mixed = F.silu(mixed).mT
         rule = _chunked_rule()
     else:
         convolve, rule = _fused_rule()
-        weight = net.conv1d.weight.squeeze(1)
-        mixed, _ = convolve(mixed, weight, activation="silu", cu_seqlens=cu_seqlens)
-    q, k, v = mixed.split([net.key_dim, net.key_dim, net.value_dim], -1)
-    q, k = (x.unflatten(-1, (-1, net.head_k_dim)) for x in (q, k))
+        mixed, _ = convolve(
+            mixed,
+            net.conv1d.weight.squeeze(1),
+            activation="silu",
+            cu_seqlens=cu_seqlens,
+        )
+    widths = [net.key_dim, net.key_dim, net.value_dim]
+    q, k, v = mixed.split(widths, -1)
     times = heads // net.num_k_heads
-    q, k = (x.repeat_interleave(times, 2) for x in (q, k))
+    q = q.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2)
+    k = k.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2)
     # A_log and dt_bias are fp32 (dist.FP32).
-    decay = -net.A_log.exp() * F.softplus(decay.float() + net.dt_bias)
-    options = dict(use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
-    out, _ = rule(q, k, v.unflatten(-1, (heads, -1)), decay, beta.sigmoid(), **options)
+    rate = F.softplus(decay.float() + net.dt_bias)
+    out, _ = rule(
+        q,
+        k,
+        v.unflatten(-1, (heads, -1)),
+        -net.A_log.exp() * rate,
+        beta.sigmoid(),
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=cu_seqlens,
+    )
     return out
 
 
@@ -417,7 +447,8 @@ class ChunkedLogProbs(torch.autograd.Function):
         for c in chunks(hidden, weight):
             del z  # frees its memory before the next chunk needs memory
             z = logits_fp32(hidden[c], weight)
-            logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
+            of_chunk = log_probs(z, targets[c], scale)
+            logp[c], entropy[c], lse[c] = of_chunk
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
         ctx.scale = scale
         ctx.last = z  # backward begins with this last chunk
@@ -482,8 +513,10 @@ def logits_grad(
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
     log_p = torch.add(-lse[:, None], z, alpha=scale)
     g = log_p.exp()
-    log_p.add_(entropy[:, None]).mul_(g_entropy[:, None])
-    g *= log_p.add_(g_logp[:, None]).neg_()
+    log_p.add_(entropy[:, None])
+    log_p.mul_(g_entropy[:, None])
+    log_p.add_(g_logp[:, None])
+    g *= log_p.neg_()
     g.scatter_add_(1, targets[:, None], g_logp[:, None])
     return g.mul_(scale).to(dtype)
 
@@ -718,9 +751,10 @@ class Policy(PackModel):
         that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
         at = pack.loss_tokens
         hidden = self.hidden_before(pack, at)
-        logp, entropy = self.lm_head(hidden, pack.tokens[at], temperature)
-        zero = logp.new_zeros(len(pack.tokens))
-        return zero.index_put((at,), logp), zero.index_put((at,), entropy)
+        of_tokens = self.lm_head(hidden, pack.tokens[at], temperature)
+        zero = hidden.new_zeros(len(pack.tokens), dtype=torch.float32)
+        logp, entropy = [zero.index_put((at,), x) for x in of_tokens]
+        return logp, entropy
 
 
 class Critic(PackModel):
@@ -735,7 +769,8 @@ class Critic(PackModel):
         at = pack.loss_tokens
         hidden = self.hidden_before(pack, at)
         # With --lora, the head is in fp32, and the hidden states may be in bf16.
-        value = self.score(hidden.to(self.score.weight.dtype))[:, 0].float()
+        hidden = hidden.to(self.score.weight.dtype)
+        value = self.score(hidden)[:, 0].float()
         zero = value.new_zeros(len(pack.tokens))
         return zero.index_put((at,), value)
 
@@ -759,7 +794,11 @@ class FrozenLinear(nn.Linear):
 
 
 def freeze(
-    shard_fn: Callable, rank: int, alpha: float, dtype: torch.dtype, model: PackModel
+    shard_fn: Callable,
+    rank: int,
+    alpha: float,
+    dtype: torch.dtype,
+    model: PackModel,
 ) -> PackModel:
     """Turns a model without memory into a frozen base for adapters, with weights in `dtype`. Returns
     shard_fn(model). Raises UserError if the rank is above the smaller side of a matrix.
@@ -810,15 +849,17 @@ class Adapted(nn.Module):
         if critic:
             width = base.config.hidden_size
             self.score = nn.Linear(width, 1, bias=False)
-            nn.init.normal_(self.score.weight, 0, 1 / (width + 1), generator=random)
+            head = self.score.weight
+            nn.init.normal_(head, 0, 1 / (width + 1), generator=random)
             if hasattr(base, "score"):
-                self.score.weight.data.copy_(dist.whole(base.score.weight))
+                head.data.copy_(dist.whole(base.score.weight))
 
     def forward(self, pack: Pack, *temperature: float) -> Any:
         """Returns what Policy.forward or Critic.forward returns. This is the only place where a role puts its
         adapters into the base. They stay there, because recomputation in the backward pass needs them."""
+        adapters = dict(self.adapters.items())
         for name, linear in self.base.linears.items():
-            vars(linear)["adapter"] = self.adapters[name] if name in self.adapters else None
+            vars(linear)["adapter"] = adapters.get(name)
         if self.score:  # self, because the critic's head is not the base's
             return self.base(Critic.forward, self, pack)
         return self.base(Policy.forward, self.base, pack, *temperature)
@@ -832,7 +873,8 @@ class Adapted(nn.Module):
             if key in self.adapters:
                 a, b = self.adapters[key]
                 scale = self.base.alpha / self.base.rank
-                weight = weight.float().addmm(b, a, alpha=scale).to(weight.dtype)
+                merged = weight.float().addmm(b, a, alpha=scale)
+                weight = merged.to(weight.dtype)
             if name.startswith("model.") or not self.score:  # a critic has no LM head
                 yield name, weight
         if self.score:
@@ -970,10 +1012,14 @@ LEFT_OUT = ("model.visual.", "mtp.")
 def names_in_files(names: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
     """Returns a dict: a tensor's name in the model -> its name in the files, without the parts LEFT_OUT.
     names: of all tensors in the files"""
-    if config.model_type != "qwen3_5_text":
-        return {name: name for name in names}
-    prefix = "model.language_model."
-    return {x.replace(prefix, "model."): x for x in names if not x.startswith(LEFT_OUT)}
+    found = {}
+    for stored in names:
+        if config.model_type != "qwen3_5_text":
+            found[stored] = stored
+        elif not stored.startswith(LEFT_OUT):
+            name = stored.replace("model.language_model.", "model.")
+            found[name] = stored
+    return found
 
 
 def left_out(path: str) -> str:
@@ -1038,10 +1084,12 @@ def _load(kind, path, device, shard_fn, seed=0):
     if kind is Critic and "score.weight" not in dist.tensors_in(path):
         head = state.pop("score.weight")
         random = torch.Generator().manual_seed(seed)
-        drawn = torch.randn(head.shape, generator=random) / (model.config.hidden_size + 1)
+        drawn = torch.randn(head.shape, generator=random)
+        drawn /= model.config.hidden_size + 1
         part = dist.local(head.detach())  # the only row, or, on most ranks, no row
         part.copy_(drawn[: len(part)])
-    dist.load_files({model.names[name]: p for name, p in state.items()}, path)
+    of_files = {model.names[name]: p for name, p in state.items()}
+    dist.load_files(of_files, path)
     wrong = []
     for name, p in model.named_parameters():
         if not dist.local(p).sum().isfinite():

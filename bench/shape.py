@@ -26,7 +26,7 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
         hidden_size=s.hidden, num_hidden_layers=layers or s.layers, num_attention_heads=s.heads,
         num_key_value_heads=s.kv_heads, intermediate_size=s.inner, vocab_size=vocab or s.vocab,
         max_position_embeddings=32768, tie_word_embeddings=s.tied, bos_token_id=None)
-    if not s.delta:
+    if not s.delta.layers:
         return Qwen2Config(**common, rope_theta=1e6)
     return Qwen3_5TextConfig(
         **common, head_dim=s.head_dim, linear_num_key_heads=s.delta.key_heads,

@@ -18,7 +18,7 @@ from bench.common import say
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
-# function of torch.distributed -> (name in SENDS, factor `times` of tools.plan.sent). The factor is 2 for an
+# function of torch.distributed -> (name in SENDS, factor of the tensor's bytes). The factor is 2 for an
 # all-reduce, because it sends as much as a reduce-scatter and an all-gather together.
 COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("reduce", 1),
                "all_reduce": ("all-reduce", 2)}
@@ -35,7 +35,7 @@ def count() -> None:
             size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
             nodes = len({rank // configs.NODE for rank in ranks})
             others = name != "all-reduce" or len(ranks) < td.get_world_size()
-            for way, n in plan.sent(size * others, len(ranks), nodes, times)._asdict().items():
+            for way, n in plan.sent(times * size * others, len(ranks), nodes)._asdict().items():
                 SENDS[name, way] += n
             return real(*args, **kwargs)
 

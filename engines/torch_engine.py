@@ -68,20 +68,29 @@ class Cache:
     0 and the values at index 1, for Hkv heads of size d."""
 
     def __init__(
-        self, config: Any, pages: int, size: int, slots: int, width: int, like: Tensor
+        self,
+        config: Any,
+        pages: int,
+        size: int,
+        slots: int,
+        width: int,
+        like: Tensor,
     ) -> None:
         """Allocate a cache.
 
         pages: number of pages, of `size` tokens each
         width: largest number of pages of a response
         like: a tensor with the dtype and device of the cache"""
-        shape = (2, pages, config.num_key_value_heads, size, head_size(config))
-        # zeros: unwritten memory may be NaN, and attention computes 0 × NaN = NaN for a masked token
-        self.layers = [like.new_zeros(shape) for _ in range(config.num_hidden_layers)]
+        heads = config.num_key_value_heads
+        shape = (2, pages, heads, size, head_size(config))
+        self.layers = []
+        for _ in range(config.num_hidden_layers):
+            # zeros: unwritten memory may be NaN, and attention computes 0 × NaN = NaN for a masked token
+            self.layers.append(like.new_zeros(shape))
         self.size = size
         self.longest = width * size  # largest number of tokens of a response
         # table[j]: the pages of the response in slot j
-        self.table = torch.zeros(slots, width, dtype=torch.int32, device=like.device)
+        self.table = like.new_zeros(slots, width, dtype=torch.int32)
         self.unread: list[Response] = []  # responses whose prompts the next prefill must read
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -105,8 +114,12 @@ class Pages(Cache):
         """kernel: a function like torch_kernel. sizes: see Cache"""
         super().__init__(*sizes)
         self.kernel = kernel
-        numbers = torch.arange(len(self.table) + 1, device=self.table.device)
-        self.cu_seqlens = numbers.int()
+        slots = len(self.table)
+        self.cu_seqlens = torch.arange(
+            slots + 1,
+            dtype=torch.int32,
+            device=self.table.device,
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -123,18 +136,19 @@ class Pages(Cache):
         other = self.latest.get(r.prompt)
         full = r.read // self.size
         shared = other.pages[:full] if other else []
-        pages = math.ceil((r.read + r.limit) / self.size)
-        needed = pages - len(shared)
-        if needed > len(self.free):
-            return False
+        tokens = r.read + r.limit
+        needed = math.ceil(tokens / self.size) - len(shared)
         left = len(self.free) - needed
+        if left < 0:
+            return False
         r.pages = shared + self.free[left:]
         del self.free[left:]
         for page in r.pages:
             self.uses[page] += 1
         if other:  # the prompt's last tokens are in a page that the other response goes on to fill
             source = other.pages[full]
-            self.copies[r.pages[full]] = self.copies.get(source, source)
+            page = r.pages[full]
+            self.copies[page] = self.copies.get(source, source)
         else:
             self.unread.append(r)
         self.latest[r.prompt] = r
@@ -150,11 +164,12 @@ class Pages(Cache):
 
     def prefilled(self) -> None:
         super().prefilled()
-        if self.copies:
-            pairs = np.array(list(self.copies.items()))
-            target, source = to_device(pairs, self.table.device).T
-            for cached in self.layers:
-                cached[:, target] = cached[:, source]
+        if not self.copies:
+            return
+        pairs = np.array([*self.copies.items()])
+        target, source = to_device(pairs, self.table.device).T
+        for cached in self.layers:
+            cached[:, target] = cached[:, source]
         self.copies = {}
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
@@ -162,8 +177,11 @@ class Pages(Cache):
         output: here all. position (slots,): positions of the new tokens."""
         self.used = (position + 1).int()
         column = position // self.size
-        page = self.table[:slots].gather(1, column[:, None])
-        self.at = (page[:, 0].long(), position % self.size)
+        column = column[:, None]
+        page = self.table[:slots].gather(1, column)
+        page = page[:, 0].long()
+        place = position % self.size
+        self.at = (page, place)
         every = slice(None)
         return every, every
 
@@ -238,23 +256,27 @@ class Rows(Cache):
         slot.index_copy_(0, row, self.numbers[:slots])
         position = position[slot]
         self.end = int(position.max()) + 1
-        self.at = (self.numbers[: self.rows], position)
-        self.distance = position[:, None] - self.numbers[: self.end]
+        page = self.numbers[: self.rows]
+        self.at = (page, position)
+        tokens = self.numbers[: self.end]
+        self.distance = position[:, None] - tokens
         self.masked = self.distance < 0
         return slot, row
 
     def attend(self, layer, query, key, value, scaling, window=None):
         """See Pages.attend."""
         self.write(layer, key, value)
-        keys, values = self.layers[layer][:, : self.rows, :, : self.end]  # (rows, Hkv, tokens, d)
+        # (rows, Hkv, tokens, d)
+        keys, values = self.layers[layer][:, : self.rows, :, : self.end]
         masked = self.masked
         if window:
             masked = masked | (self.distance >= window)
         # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
         query = query * scaling
         query = query.unflatten(1, (keys.shape[1], -1))
-        scores = query @ keys.transpose(2, 3)  # (R, Hkv, H / Hkv, tokens)
-        scores.masked_fill_(masked[:, None, None], -torch.inf)
+        scores = query @ keys.mT  # (R, Hkv, H / Hkv, tokens)
+        masked = masked[:, None, None]
+        scores.masked_fill_(masked, -torch.inf)
         probs = scores.softmax(-1, torch.float32)
         out = probs.to(values.dtype) @ values
         return out.flatten(1, 2)
@@ -268,29 +290,22 @@ class Rows(Cache):
             return
         row = self.table[:slots, 0]
         pair = row * self.vocabulary + token
-        pair, of_slot = pair.unique(return_inverse=True)
-        rows = self._compact(pair // self.vocabulary)
-        self.table[:slots, 0] = rows[of_slot]
-
-    def _compact(self, parents):
-        """Keep the rows `parents` (n,), which is sorted. A number that comes k times makes k equal rows.
-        Returns the new row numbers (n,), in the order of `parents`. To save time, few rows change place."""
-        self.rows = len(parents)
-        stays = parents < self.rows
-        stays[1:] &= parents[1:] != parents[:-1]  # of equal rows, only the first stays in its place
-        is_free = torch.ones_like(stays)
-        is_free[parents[stays]] = False
-        source = parents[~stays]
-        target = is_free.nonzero()[:, 0]
-        if len(target):
-            for cached in self.layers:
-                cached[:, target, :, : self.end] = cached[:, source, :, : self.end]
-        return parents.masked_scatter(~stays, target)
+        pair, new_row = pair.unique(return_inverse=True)
+        self.table[:slots, 0] = new_row
+        source = pair // self.vocabulary  # the old row of each new row
+        same = self.numbers[: self.rows]
+        if torch.equal(source, same):
+            return
+        self.rows = len(source)
+        for cached in self.layers:
+            used = cached[:, :, :, : self.end]
+            used[:, : self.rows] = used[:, source]
 
 
 def head_size(config: Any) -> int:
     """Returns the size of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    equal = config.hidden_size // config.num_attention_heads
+    return getattr(config, "head_dim", None) or equal
 
 
 # --- attention over pages
@@ -362,39 +377,35 @@ class FusedDecoder:
         self.gate_up = []
         if self.fused:
             for layer in policy.model.layers:
-                self.qkv.append(join(layer.self_attn, "q_proj", "k_proj", "v_proj"))
-                self.gate_up.append(join(layer.mlp, "gate_proj", "up_proj"))
-
-    def prepare(self, positions: int) -> None:
-        """Compute the rotary embedding of the first `positions` positions."""
-        if not self.fused:
-            return
-        like = self.policy.lm_head.weight
-        numbers = torch.arange(positions, device=like.device)
-        cos, sin = self.policy.model.rotary_emb(like, numbers[None])
-        first, second = sin.chunk(2, -1)
-        sin = torch.cat([-first, second], -1)
-        self.cos = cos[0, :, None]  # (positions, 1, d)
-        self.sin = sin[0, :, None]
+                attention = layer.self_attn
+                qkv = join(attention, "q_proj", "k_proj", "v_proj")
+                self.qkv.append(qkv)
+                gate_up = join(layer.mlp, "gate_proj", "up_proj")
+                self.gate_up.append(gate_up)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
         last norm. tokens, positions: (R,)."""
+        positions = positions[:, None]
         if not self.fused:
-            hidden = self.policy.hidden(tokens[:, None], positions[:, None], cache=cache)
+            tokens = tokens[:, None]
+            hidden = self.policy.hidden(tokens, positions, cache=cache)
             return hidden[:, 0]
         model = self.policy.model
-        cos = self.cos.index_select(0, positions)
-        sin = self.sin.index_select(0, positions)
         x = F.embedding(tokens, model.embed_tokens.weight)
+        cos, sin = model.rotary_emb(x, positions)  # (R, 1, d)
+        first, second = sin.chunk(2, -1)
+        sin = torch.cat([-first, second], -1)
         for i, layer in enumerate(model.layers):
+            attention = layer.self_attn
+            mlp = layer.mlp
             normed = rms_norm(layer.input_layernorm, x)
-            x = x + self._attention(i, layer.self_attn, normed, cos, sin, cache)
+            x = x + self._attention(i, attention, normed, cos, sin, cache)
             normed = rms_norm(layer.post_attention_layernorm, x)
             both = F.linear(normed, *self.gate_up[i])
             gate, up = both.chunk(2, -1)
-            mlp = layer.mlp
-            x = x + mlp.down_proj(mlp.act_fn(gate) * up)
+            product = mlp.act_fn(gate) * up
+            x = x + mlp.down_proj(product)
         return rms_norm(model.norm, x)
 
     def _attention(self, i, attention, x, cos, sin, cache):
@@ -425,10 +436,12 @@ def join(module: nn.Module, *names: str) -> list[Tensor | None]:
             joined.append(None)
             continue
         whole = torch.cat(parts)
-        views = whole.split([len(part) for part in parts])
-        for linear, view in zip(linears, views, strict=True):
-            setattr(linear, kind, nn.Parameter(view, requires_grad=False))
         joined.append(whole)
+        end = 0
+        for linear, part in zip(linears, parts, strict=True):
+            start, end = end, end + len(part)
+            view = nn.Parameter(whole[start:end], requires_grad=False)
+            setattr(linear, kind, view)
     return joined
 
 
@@ -469,32 +482,47 @@ class Slots:
         """Put responses into the next free slots."""
         first = len(self.responses)
         self.responses += new
-        end_of_all = len(self.responses)
-        states = [self.inputs, self.draws, self.cache.table]
-        values = [np.zeros((len(new), x.shape[1])) for x in states]
-        inputs, draws, table = values
+        count = len(new)
+        _, width = self.cache.table.shape
+        inputs = np.zeros((count, 3))
+        draws = np.zeros((count, self.cache.longest))
+        table = np.zeros((count, width))
         for j, r in enumerate(new):
             end = r.read + r.limit
             inputs[j] = r.prompt[-1], r.read, end - 1
-            draws[j, r.read : end] = uniforms((*key, *r.key), r.limit)
+            seed = (*key, *r.key)
+            draws[j, r.read : end] = uniforms(seed, r.limit)
             table[j, : len(r.pages)] = r.pages
-        for state, value in zip(states, values, strict=True):
-            state[first:end_of_all] = to_device(value, state.device)
+        for state, values in (
+            (self.inputs, inputs),
+            (self.draws, draws),
+            (self.cache.table, table),
+        ):
+            state[first : first + count] = to_device(values, state.device)
 
     def keep(self, kept: Sequence[int]) -> None:
         """Move the responses of the slots `kept` to the first slots. The other slots become empty."""
         n = len(kept)
         self.responses = [self.responses[j] for j in kept]
-        index = to_device(np.array(kept, np.int64), self.inputs.device)
-        # `recent` too: with pages, it has tokens that the host has not seen
-        for state in (self.inputs, self.draws, self.cache.table, self.recent):
+        index = np.array(kept, np.int64)
+        index = to_device(index, self.inputs.device)
+        for state in (
+            self.inputs,
+            self.draws,
+            self.cache.table,
+            self.recent,  # with pages, it has tokens that the host has not seen
+        ):
             state[:n] = state[index]
             state[n:] = 0
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
         """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
         Returns a function that waits for the copy and returns it: (slots, 2, steps)."""
-        copied = self.recent[:slots].to("cpu", non_blocking=True, copy=True)
+        copied = self.recent[:slots].to(
+            "cpu",
+            non_blocking=True,
+            copy=True,
+        )
         self.step.zero_()
         if not self.recent.is_cuda:
             return copied.numpy
@@ -542,8 +570,10 @@ class TorchEngine(Engine):
         if not requests:
             return
         waiting = deque()
-        for k in sorted(requests, key=lambda k: (-len(requests[k]), k)):  # the longest first
-            waiting.append(Response(k, tuple(requests[k]), limits[k]))
+        order = sorted(requests, key=lambda k: (-len(requests[k]), k))  # the longest first
+        for k in order:
+            prompt = tuple(requests[k])
+            waiting.append(Response(k, prompt, limits[k]))
         # Whether a token may end a response. For most tokens it is false, which saves time.
         self.may_end = self.may_stop.copy()
         self.may_end[list(self.eos)] = True
@@ -562,9 +592,13 @@ class TorchEngine(Engine):
             seen = len(slots.responses)
             self._fill(slots, waiting, key)
             for r in ended:
-                ids = np.array(r.ids, np.int32)
-                logp = np.array(r.logp, np.float32)
-                yield self.sample(r.key, requests[r.key], ids, logp, r.stopped)
+                yield self.sample(
+                    r.key,
+                    requests[r.key],
+                    np.array(r.ids, np.int32),
+                    np.array(r.logp, np.float32),
+                    r.stopped,
+                )
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
@@ -574,14 +608,21 @@ class TorchEngine(Engine):
         if not self.page:
             count = min(count, len(waiting))
             longest = max(len(r.prompt) + r.limit for r in waiting)
-            self.decoder.prepare(longest)
+
             cache = Rows(self.config, count, longest, count, 1, like)
             return Slots(cache, look=1)
         if self.slots is None:
             width = math.ceil(self.cfg.engine_len / self.page)
-            self.decoder.prepare(width * self.page)
-            pages = self._pages(1 + count * width)
-            cache = Pages(self.kernel, self.config, pages, self.page, count, width, like)
+
+            cache = Pages(
+                self.kernel,
+                self.config,
+                self._pages(1 + count * width),
+                self.page,
+                count,
+                width,
+                like,
+            )
             self.slots = Slots(cache, self.look)
         self.slots.responses = []
         self.slots.cache.clear()
@@ -592,14 +633,17 @@ class TorchEngine(Engine):
         if self.device.type != "cuda":
             return wanted
         c = self.config
-        numbers = 2 * c.num_hidden_layers * c.num_key_value_heads * head_size(c) * self.page
-        page = self.dtype.itemsize * numbers  # bytes
-        parameters = sum(p.numel() for p in self.policy.parameters())
-        weights = self.dtype.itemsize * parameters
-        sampler = 4 * configs.SAMPLER_COPIES * self.cfg.max_num_seqs * c.vocab_size
+        of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer
+        page = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token  # bytes
+        weights = 0
+        for p in self.policy.parameters():
+            weights += p.nbytes
+        logits = 4 * self.cfg.max_num_seqs * c.vocab_size
         _, total = torch.cuda.mem_get_info(self.device)
-        room = self.cfg.engine_share * total - weights - sampler
-        return max(1, min(wanted, int(room) // page))
+        room = self.cfg.engine_share * total
+        room -= weights + configs.SAMPLER_COPIES * logits
+        fitting = max(1, int(room) // page)
+        return min(wanted, fitting)
 
     def _fill(self, slots, waiting, key):
         """Move waiting requests to free slots, as far as the cache has room. On a CPU, wait until all slots
@@ -608,15 +652,18 @@ class TorchEngine(Engine):
             return
         new = []
         free = slots.count - len(slots.responses)
-        while waiting and len(new) < free and slots.cache.admit(waiting[0]):
+        while waiting and len(new) < free:
+            if not slots.cache.admit(waiting[0]):
+                break
             new.append(waiting.popleft())
         if new:
             self._prefill(slots.cache)
             slots.add(new, key)
         elif not slots.responses and waiting:
             r = waiting[0]
+            tokens = len(r.prompt) + r.limit
             raise RuntimeError(
-                f"the KV cache has no room for {len(r.prompt) + r.limit} tokens; needed: a "
+                f"the KV cache has no room for {tokens} tokens; needed: a "
                 "larger --engine_share, or a smaller --max_response_len"
             )
 
@@ -625,50 +672,60 @@ class TorchEngine(Engine):
         pack = []
         size = 0
         for r in cache.unread:
-            if pack and size + r.read > self.cfg.pack_len:
+            if size + r.read > self.cfg.pack_len:
                 self._prefill_pack(cache, pack)
                 pack = []
                 size = 0
-            if r.read:
-                pack.append(r)
-                size += r.read
-        if pack:
-            self._prefill_pack(cache, pack)
+            pack.append(r)
+            size += r.read
+        self._prefill_pack(cache, pack)
         cache.prefilled()
 
     def _prefill_pack(self, cache, pack):
         tokens = []
         positions = []
         pages = []
+        longest = 0
         cu_seqlens = [0]
         for r in pack:
+            if r.read == 0:
+                continue
             tokens += r.prompt[: r.read]
             positions += range(r.read)
-            pages += np.repeat(r.pages, cache.size)[: r.read].tolist()
+            of_tokens = np.repeat(r.pages, cache.size)
+            pages += of_tokens[: r.read].tolist()
+            longest = max(longest, r.read)
             cu_seqlens.append(len(tokens))
-        values = to_device(np.array([tokens, positions, pages]), self.device)
-        token, position, page = values[:, None]
-        cache.at = (page[0], position[0] % cache.size)
-        cu_seqlens = to_device(np.array(cu_seqlens, np.int32), self.device)
-        segments = Segments(cu_seqlens, max(r.read for r in pack))
-        self.policy.hidden(token, position, segments=segments, cache=cache)
+        if not tokens:
+            return
+        values = np.array([tokens, positions, pages])
+        token, position, page = to_device(values, self.device)
+        cache.at = (page, position % cache.size)
+        cu_seqlens = np.array(cu_seqlens, np.int32)
+        cu_seqlens = to_device(cu_seqlens, self.device)
+        self.policy.hidden(
+            token[None],
+            position[None],
+            segments=Segments(cu_seqlens, longest),
+            cache=cache,
+        )
 
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
         call = (slots.batch(), temperature, top_p)
         for _ in range(slots.look):
-            graph = slots.graphs.get(call)
-            if graph is None and call in self.loaded:
-                graph = slots.graphs[call] = self._capture(slots, call)
-            if graph is not None:
-                graph.replay()
-                continue
-            self._step(slots, *call)
-            if slots.is_paged and self.device.type == "cuda":
-                # A capture can't load kernels, so the first step of a batch size runs without a graph. What
-                # it has freed must be free for the graph.
-                self.loaded.add(call)
-                torch.cuda.empty_cache()
+            if call in slots.graphs:
+                slots.graphs[call].replay()
+            elif call in self.loaded:
+                slots.graphs[call] = self._capture(slots, call)
+                slots.graphs[call].replay()
+            else:
+                self._step(slots, *call)
+                if slots.is_paged and self.device.type == "cuda":
+                    # A capture can't load kernels, so the first step of a batch size runs without a graph.
+                    # What it has freed must be free for the graph.
+                    self.loaded.add(call)
+                    torch.cuda.empty_cache()
 
     def _capture(self, slots, call):
         """Returns the graph of a decoding step. Nothing is computed."""
@@ -687,19 +744,26 @@ class TorchEngine(Engine):
 
     def _step(self, slots, batch, temperature, top_p):
         """Sample the next token of the first `batch` slots."""
+        cache = slots.cache
         token, position, last = slots.inputs[:batch].T
-        slot, row = slots.cache.begin(batch, position)
-        hidden = self.decoder.step(token[slot], position[slot], slots.cache)
-        logits = self.policy.lm_head.logits(hidden)[row]
-        draws = slots.draws[:batch].gather(1, position[:, None])
-        sampled, logp = sample_token(logits, draws[:, 0], temperature, top_p)
+        slot, row = cache.begin(batch, position)
+        hidden = self.decoder.step(token[slot], position[slot], cache)
+        logits = self.policy.lm_head.logits(hidden)
+        column = position[:, None]
+        draw = slots.draws[:batch].gather(1, column)
+        sampled, logp = sample_token(
+            logits[row],
+            draw[:, 0],
+            temperature,
+            top_p,
+        )
         pair = torch.stack([sampled.float(), logp], 1)
         recent = slots.recent[:batch]
         recent.index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
         token.copy_(sampled)
-        # past its end, a response stays in its pages
-        position.copy_(torch.minimum(position + 1, last))
+        following = torch.minimum(position + 1, last)  # past its end, a response stays in its pages
+        position.copy_(following)
 
     def _look(self, slots, recent):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
@@ -714,9 +778,8 @@ class TorchEngine(Engine):
             r = slots.responses[slot]
             r.ids += ids[slot]
             r.logp += logp[slot]
-            if not may_end[slot] and len(r.ids) < r.limit:
-                kept.append(slot)
-            elif self._ends(r, len(ids[slot])):
+            may = may_end[slot] or len(r.ids) >= r.limit
+            if may and self._ends(r, len(ids[slot])):
                 ended.append(r)
                 slots.cache.release(r)
             else:
@@ -724,16 +787,17 @@ class TorchEngine(Engine):
         if ended:
             new = range(len(recent), len(slots.responses))
             slots.keep([*kept, *new])
-        used = slots.inputs[: len(slots.responses)]
-        slots.cache.split(used[:, 0], bool(ended))
+        count = len(slots.responses)
+        last = slots.inputs[:count, 0]  # sampled tokens
+        slots.cache.split(last, bool(ended))
         return ended
 
     def _ends(self, r, new):
         """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
-        before = len(r.ids) - new
-        for i in range(before, len(r.ids)):
-            end = i + 1
-            r.stopped = r.ids[i] in self.eos or self.at_stop(r.ids[:end])
+        total = len(r.ids)
+        for end in range(total - new + 1, total + 1):
+            ids = r.ids[:end]
+            r.stopped = ids[-1] in self.eos or self.at_stop(ids)
             if r.stopped or end == r.limit:
                 del r.ids[end:], r.logp[end:]
                 return True
@@ -765,7 +829,10 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def sample_token(
-    logits: Tensor, u: Tensor, temperature: float, top_p: float = 1.0
+    logits: Tensor,
+    u: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns tokens (B,), drawn from the nucleus of logits (B, V) / temperature, and their log-probs (B,) in
     nats. With temperature 0, the tokens are those with the highest logits.
@@ -781,13 +848,19 @@ def sample_token(
         cumulative = logp.exp().double()
         torch.cumsum(cumulative, -1, out=cumulative)
         drawn = u * cumulative[:, -1]
-        token = torch.searchsorted(cumulative, drawn[:, None], right=True)[:, 0]
-        token = token.clamp(max=logits.shape[1] - 1)  # a rounding error could give the index V
+        token = torch.searchsorted(
+            cumulative,
+            drawn[:, None],
+            right=True,
+        )
+        last = logits.shape[1] - 1
+        token = token[:, 0].clamp(max=last)  # a rounding error could give the index V
     logp = logp.gather(1, token[:, None])
     return token, logp[:, 0]
 
 
 def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
-    bits = np.random.Philox(np.random.SeedSequence(key))
+    seed = np.random.SeedSequence(key)
+    bits = np.random.Philox(seed)
     return np.random.Generator(bits).random(count)

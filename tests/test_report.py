@@ -18,7 +18,7 @@ from bench import ablations
 from configs import UserError, read_jsonl, run_command
 from log import Logger, read_metrics
 from tools import report
-from tools.report import PANELS, compare, plot, recipes, report_on, story, write_report
+from tools.report import PANELS, plot, recipes, report_on, story, write_report
 
 
 def page_of(text: str) -> tuple[set, list, str]:
@@ -115,7 +115,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "0.500" in story(tmp_path)
 
 
-def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
+def test_several_runs_have_their_facts_and_a_row_for_each_recipe(tmp_path, capsys):
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
     for i, (run, final) in enumerate(zip(runs, (0.5, 0.5, 0.7), strict=True)):
@@ -127,17 +127,20 @@ def test_recipes_are_compared_in_facts_and_in_the_flags_that_differ(tmp_path):
     (runs[0] / "eval/step_000019.jsonl").write_text("".join(
         json.dumps(sample(i, j, i % 2 if j else i < 2 and name == "e", set=name)) + "\n"
         for name in ("e", "other") for i in range(4) for j in range(2)))
-    text = compare(runs)
-    assert max(map(len, text.splitlines())) <= 100 and text.endswith("a single run, over the problems")
-    cells = {field: list(values) for field, *values in re.findall(
-        r"^(\S+)\n  \S.* {2,}(\S.*)\n  \S.* {2,}(\S.*)$", text, re.M)}
-    assert {key for key in cells if key.startswith("--")} == {f"--{field}" for field in changes}
-    assert cells["--algo"] == ["ppo", "grpo"] and "seed 1, 2" in cells["run"][1]
-    assert cells["eval/e/avg@2"] == ["0.750 → 0.500 ± 0.204 (best 0.750 at step 10)",
-                                     "0.750 → 0.600 ± 0.100 (best 0.750 at step 10)"]
-    assert [value.split()[0] for value in cells["steps"]] == ["20", "30"] and cells["alarms"] == ["0", "0"]
+    capsys.readouterr()
     report_on(tuple(runs), tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    parts = capsys.readouterr().out.split("\n\n")
+    assert [part.partition("\n")[0] for part in parts[:3]] == [str(run) for run in runs]
+    said = [dict(line.split(maxsplit=1) for line in part.splitlines()[1:]) for part in parts[:3]]
+    assert [facts["run"].partition(",")[0] for facts in said] == ["ppo", "grpo", "grpo"]
+    assert [facts["eval/e/avg@2"] for facts in said] == [
+        f"0.750 → {last} (best 0.750 at step 10)" for last in ("0.500 ± 0.204", "0.500", "0.700")]
+    assert [facts["steps"].split()[0] for facts in said] == ["20", "30", "30"]
+    assert {facts["alarms"] for facts in said} == {"0"}
+    _, first, second = parts[3].splitlines()
+    flags = [set(re.findall(r"--(\w+)", line)) for line in (first, second)]
+    assert flags[0] == flags[1] == set(changes)
 
 
 @pytest.mark.parametrize("argv,words", [
@@ -181,7 +184,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
     assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
     config = slow / "config.json"  # "versions" has packages, code and data
     config.write_text((ppo[0] / "config.json").read_text().replace('"torch": "2"', '"torch": "3"'))
-    assert recipes([*ppo, slow]) == [ppo, [slow]] and "--torch\n" in compare([*ppo, slow])
+    assert recipes([*ppo, slow]) == [ppo, [slow]]
+    assert "--torch 3" in report.table([*ppo, slow], "reward")[2][0]
     bare = [tmp_path / "a", tmp_path / "b"]
     assert recipes(bare) == [[run] for run in bare]
 

@@ -134,14 +134,16 @@ def paired_differences(
     errors. Only problems that both models have are compared."""
     found = {}
     for name, problems in sets.items():
-        ours = {problem.where: i for i, problem in enumerate(problems)}
         firsts = {problem.where: i for i, problem in enumerate(first_sets[name])}
-        both = [where for where in ours if where in firsts]
+        pairs = []  # places of a problem in both models' lists
+        for i, problem in enumerate(problems):
+            if problem.where in firsts:
+                pairs.append((i, firsts[problem.where]))
         gaps = {}
         for metric, values in scores[name].items():
             others = first_scores[name][metric]
-            gaps[metric] = [values[ours[where]] - others[firsts[where]] for where in both]
-        found[name] = {"problems": len(both), "metrics": _estimates(gaps)}
+            gaps[metric] = [values[i] - others[j] for i, j in pairs]
+        found[name] = {"problems": len(pairs), "metrics": _estimates(gaps)}
     return found
 
 
@@ -229,9 +231,12 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = argv[len(paths) :]
-    count = next((i for i, path in enumerate(paths) if i > 0 and path.endswith(DATA_FILES)), 1)
-    models = paths[:count]
-    files = paths[count:]
+    models = paths[:1]
+    for i, path in enumerate(paths[1:], 1):
+        if path.endswith(DATA_FILES):
+            models = paths[:i]
+            break
+    files = paths[len(models) :]
     for model in models:
         check_model(model)
     usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
@@ -286,9 +291,9 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
     for facts in filter(None, map(_trained, models)):
         template = facts["template"]
         unused = set(given)
-        inside = {name for name in ("system_prompt", "date") if facts.get(name)}
+        inside = [name for name in ("system_prompt", "date") if facts.get(name)]
         require(
-            not inside & unused,
+            unused.isdisjoint(inside),
             "the chat template of an export has --system_prompt and --date inside",
             "neither of them",
         )
@@ -302,7 +307,10 @@ def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict
             # The training's system prompt and stop strings do not fit.
             unused |= {"system_prompt", "stop"}
         facts["eval_temperature"] = [facts["temperature"]]
-        ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
+        ours = {}
+        for name in EVAL_FLAGS:
+            if name in facts and name not in unused:
+                ours[name] = facts[name]
         other = differences(found, ours)
         require(
             not other,
@@ -335,10 +343,9 @@ def model_name(path: str) -> str:
 def result_folder(cfg: Config, models: int) -> Path:
     """Returns the folder for cfg.model's results. models: the number of models."""
     name = model_name(cfg.model)
-    folder = Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
-    if cfg.out:
-        folder = Path(cfg.out, name) if models > 1 else Path(cfg.out)
-    return folder
+    if not cfg.out:
+        return Path("runs/eval", name, "+".join(set_names(cfg.eval_data)))
+    return Path(cfg.out, name) if models > 1 else Path(cfg.out)
 
 
 def make_folders(folders: Sequence[Path]) -> None:

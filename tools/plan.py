@@ -14,6 +14,7 @@ Two terms of this file:
 """
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -120,8 +121,8 @@ def gpu_of(device: str, memory: float) -> GPU:
 class DeltaNets(NamedTuple):
     """The sizes of Qwen3.5's gated delta nets (model.delta_net)."""
 
-    layers: int  # number of layers that have one in place of attention
-    heads: int  # of values
+    layers: int = 0  # number of layers that have one in place of attention
+    heads: int = 0  # of values
     key_heads: int = 16
     key_dim: int = 128  # width of a head of keys
     dim: int = 128  # width of a head of values
@@ -148,7 +149,7 @@ class Shape:
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
     silu: bool = True  # the MLP's activation; others store one more tensor (model.gated_mlp)
-    delta: DeltaNets | None = None  # None: all layers have attention
+    delta: DeltaNets = DeltaNets()
 
     @property
     def q(self) -> int:
@@ -163,26 +164,28 @@ class Shape:
 
     @property
     def attention_layers(self) -> int:
-        return self.layers - (self.delta.layers if self.delta else 0)
+        return self.layers - self.delta.layers
 
     @property
     def layer(self) -> int:
         """Number of parameters of a layer: matrices, two norms, biases. With delta nets, the mean of both
         kinds of layers."""
-        of_attention = self.q + 2 * self.kv
-        biases = of_attention if self.qkv_bias else 0
-        width = of_attention + self.q + 3 * self.inner  # of all matrices together
-        if net := self.delta:
-            value = net.heads * net.dim
-            in_net = net.mixed + 2 * (value + net.heads) + net.kernel * net.mixed / self.hidden
-            of_gate = self.q  # of attention's output
-            share = net.layers / self.layers
-            width += of_gate + share * (in_net - of_attention - self.q - of_gate)
-        return int(self.hidden * (width + 2)) + biases
+        qkv = self.q + 2 * self.kv
+        biases = qkv if self.qkv_bias else 0
+        mixer = qkv + self.q  # width of all matrices of attention together
+        net = self.delta
+        if net.layers:
+            mixer += self.q  # the gate of attention's output
+            of_net = net.mixed + 2 * net.heads * (net.dim + 1)
+            of_net += net.kernel * net.mixed / self.hidden
+            mixer += net.layers / self.layers * (of_net - mixer)
+        width = mixer + 3 * self.inner + 2
+        return int(self.hidden * width) + biases
 
     def adapters(self, rank: int) -> int:
         """Number of parameters of the adapters (--lora) of all layers' matrices."""
-        return self.layers * rank * (2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner)
+        sides = 2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner
+        return self.layers * rank * sides
 
     @property
     def critic_params(self) -> int:
@@ -249,9 +252,12 @@ def shape_of(config: dict, name: str) -> Shape:
 
 
 def _delta_nets(config):
-    count = (config.get("layer_types") or []).count("linear_attention")
+    layers = config.get("layer_types") or []
+    count = layers.count("linear_attention")
+    if count == 0:
+        return DeltaNets()
     words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
-    return DeltaNets(count, *(config[f"linear_{word}"] for word in words)) if count else None
+    return DeltaNets(count, *(config[f"linear_{word}"] for word in words))
 
 
 def read_shape(path: str) -> Shape:
@@ -310,10 +316,12 @@ class Case:
     def params(self) -> dict[str, int]:
         """A dict: name of a trained model -> its number of parameters. A critic on the policy's base
         counts as the policy."""
-        return {
-            name: getattr(shape, "policy_params" if self.shared else f"{name}_params")
-            for name, shape in self.models.items()
-        }
+        found = {}
+        for name, shape in self.models.items():
+            found[name] = shape.critic_params
+            if name == "policy" or self.shared:
+                found[name] = shape.policy_params
+        return found
 
     @property
     def shared(self) -> bool:
@@ -329,17 +337,21 @@ class Case:
     @property
     def saved(self) -> float:
         """Bytes of a rank's part of the tensors that a checkpoint holds."""
-        return 3 * sum(map(self.shard, self.params)) + self.shard("policy") * self.cfg.keeps_ref
+        ref = self.shard("policy") * self.cfg.keeps_ref
+        return 3 * sum(map(self.shard, self.params)) + ref
 
     @property
     def ref(self) -> float:
         """Bytes of a rank's shard of the reference's weights."""
         of_weight = self.number if self.cfg.lora else 4
-        return of_weight * self.shapes[2].policy_params / self.shards
+        weights = self.shapes[2].policy_params
+        return of_weight * weights / self.shards
 
     def base(self, name: str) -> float:
         """Returns the bytes of a rank's shard of a model's frozen base; 0 without --lora."""
-        return self.number * self.params[name] / self.shards if self.cfg.lora else 0
+        if not self.cfg.lora:
+            return 0
+        return self.number * self.params[name] / self.shards
 
     @property
     def timed(self) -> bool:
@@ -349,9 +361,10 @@ class Case:
     @property
     def number(self) -> int:
         """Bytes of one number in activations and gathered weights."""
-        usual = "bfloat16" if self.gpu else "float32"
-        dtype = self.cfg.dtype.replace("auto", usual)
-        return 2 if dtype == "bfloat16" else 4
+        bf16 = self.cfg.dtype == "bfloat16"
+        if self.cfg.dtype == "auto":
+            bf16 = self.gpu is not None
+        return 2 if bf16 else 4
 
     @property
     def capacity(self) -> float:
@@ -362,14 +375,14 @@ class Case:
 
     @property
     def within(self) -> float:
-        """Bytes/s that a rank sends within its node; 0 if unknown."""
-        return LINK * self.gpu.link if self.gpu else 0
+        """Bytes/s that a rank sends within its node. For `timed` cases."""
+        return LINK * self.gpu.link
 
     @property
     def between(self) -> float:
-        """Bytes/s that a node sends to other nodes; 0 if unknown."""
-        usual = self.gpu.network if self.gpu else 0
-        return LINK * (self.cfg.network or usual) * 1e9 / 8
+        """Bytes/s that a node sends to other nodes. For `timed` cases."""
+        gigabits = self.cfg.network or self.gpu.network
+        return LINK * gigabits * 1e9 / 8
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -380,14 +393,16 @@ class Case:
     @property
     def minibatch(self) -> int:
         """Largest number of tokens of a rank's part of a minibatch."""
-        tokens = self.cfg.samples_per_step * self.cfg.model_len
-        return -(-tokens // (self.cfg.minibatches * self.world))
+        cfg = self.cfg
+        tokens = cfg.samples_per_step * cfg.model_len
+        return math.ceil(tokens / (cfg.minibatches * self.world))
 
     def packs(self, length: float) -> float:
         """Returns the number of a rank's packs in a step. length: mean tokens of a sample"""
-        ranks = self.cfg.minibatches * self.world
-        tokens = self.cfg.samples_per_step * length / ranks  # of a rank's part of a minibatch
-        return self.cfg.minibatches * -(-tokens // self.cfg.pack_len)
+        cfg = self.cfg
+        parts = cfg.minibatches * self.world
+        tokens = cfg.samples_per_step * length / parts
+        return cfg.minibatches * math.ceil(tokens / cfg.pack_len)
 
     @property
     def shards(self) -> int:
@@ -404,12 +419,15 @@ class Case:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
         cfg = self.cfg
         if not cfg.lora:
-            return 3 * sum(map(self.shard, self.params)) + self.ref * cfg.has_ref
+            trained = sum(map(self.shard, self.params))
+            return 3 * trained + self.ref * cfg.has_ref
         # Without flags for other models, the policy's base serves all roles.
-        bases = self.base("policy") + self.ref * bool(cfg.ref_model)
+        total = self.saved + self.base("policy")
+        if cfg.ref_model:
+            total += self.ref
         if cfg.critic_model:
-            bases += self.base("critic")
-        return self.saved + bases
+            total += self.base("critic")
+        return total
 
     @property
     def engine_sleeps(self) -> bool:
@@ -425,9 +443,10 @@ class Case:
     @property
     def responses(self) -> int:
         """Number of responses that one engine samples in a step."""
-        engines = max(self.world // self.cfg.tp, 1)
-        prompts = self.cfg.prompts_per_step + self.cfg.extra_prompts
-        return -(-prompts // engines) * self.cfg.samples_per_prompt
+        cfg = self.cfg
+        engines = max(self.world // cfg.tp, 1)
+        prompts = cfg.prompts_per_step + cfg.extra_prompts
+        return math.ceil(prompts / engines) * cfg.samples_per_prompt
 
     @property
     def kv_bytes(self) -> int:
@@ -442,8 +461,6 @@ class Case:
         """Bytes of a response's recurrent states in a rank's engine. vLLM keeps two: the running one, and the
         one at the last whole page, for its prefix cache."""
         net = self.models["policy"].delta
-        if not net:
-            return 0.0
         recurrent = 4 * net.heads * net.dim * net.key_dim  # fp32
         inputs = self.number * (net.kernel - 1) * net.mixed  # of the convolution
         return 2 * net.layers * (recurrent + inputs) / self.cfg.tp
@@ -451,9 +468,11 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        return {
-            name: recomputed_layers(self, "policy" if self.shared else name) for name in self.models
-        }
+        found = {}
+        for name in self.models:
+            name_of_base = "policy" if self.shared else name
+            found[name] = recomputed_layers(self, name_of_base)
+        return found
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -466,9 +485,11 @@ def recomputed_layers(case: Case, name: str) -> int:
         return min(int(count), layers)
     limit = (1 - HEADROOM) * case.capacity
     for count in range(layers):
-        instants = _update_instants(case, name, count)
-        totals = [_with_total(case, usage)["total"] for usage in instants]
-        if max(totals) <= limit:
+        most = 0.0
+        for usage in _update_instants(case, name, count):
+            usage = _with_total(case, usage)
+            most = max(most, usage["total"])
+        if most <= limit:
             return count
     return layers
 
@@ -485,34 +506,52 @@ def settle(case: Case) -> Config:
     cfg = case.cfg
     shards = [cfg.shard_ranks]
     if cfg.shard_ranks == "auto":
-        shards = [0] if case.world % case.local else [case.local, 0]
+        shards = [case.local, 0]
+        if case.world % case.local:
+            shards = [0]
     places = [cfg.offload]
     if cfg.offload == "auto":
-        places = ["off", "on"] if case.gpu else ["off"]
-    least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
-    packs = [least]
-    if case.timed and not cfg.pack_len:
+        places = ["off", "on"]
+        if not case.gpu:
+            places = ["off"]
+    packs = _pack_lengths(case)
+    for ranks, place in product(shards, places):
+        found = {}  # config -> seconds of a step
+        for length in packs:
+            choice = replace(
+                cfg,
+                shard_ranks=ranks,
+                offload=place,
+                pack_len=length,
+            )
+            if choice == cfg:  # nothing is to be chosen
+                return cfg
+            planned = replace(case, cfg=choice)
+            if _leaves_room(planned):
+                found[choice] = 0.0
+                if case.timed:
+                    found[choice] = seconds(planned, *planned.longest)["step"]
+        enough = 1.001 * min(found.values(), default=0.0)
+        for choice in reversed(found):
+            if found[choice] <= enough:
+                return choice
+    return replace(
+        cfg,
+        shard_ranks=shards[-1],
+        offload=places[-1],
+        pack_len=packs[0],
+    )
+
+
+def _pack_lengths(case):
+    """Returns the values to choose from for --pack_len 0, or the flag's value."""
+    least = case.cfg.pack_len or max(PACK_LEN, case.cfg.model_len)
+    found = [least]
+    if case.timed and not case.cfg.pack_len:
         for length in (2 * least, 4 * least):
             if length < 2 * case.minibatch:
-                packs.append(length)
-    smallest = replace(cfg, shard_ranks=shards[-1], offload=places[-1], pack_len=least)
-    if len(shards) == len(places) == len(packs) == 1:
-        return smallest
-    for ranks, place in product(shards, places):
-        found = []  # pairs (seconds of a step, config)
-        for length in packs:
-            choice = replace(cfg, shard_ranks=ranks, offload=place, pack_len=length)
-            planned = replace(case, cfg=choice)
-            if not _leaves_room(planned):
-                continue
-            time = 0.0
-            if planned.timed:
-                time = seconds(planned, *planned.longest)["step"]
-            found.append((time, choice))
-        if found:
-            enough = 1.001 * min(time for time, _ in found)
-            return [choice for time, choice in found if time <= enough][-1]
-    return smallest
+                found.append(length)
+    return found
 
 
 def _leaves_room(case):
@@ -569,16 +608,17 @@ def _per_token(case, shape, recompute):
     shared = 4 * d + shape.q + of_mlp * inner
     of_segments = 2 * shape.q + 2 * shape.kv
     stored = case.number * (0.96 * shared + of_segments)
-    if net := shape.delta:
-        # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
-        stored += case.number * 6 * net.mixed * net.layers / shape.layers
+    # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
+    net = shape.delta
+    stored += case.number * 6 * net.mixed * net.layers / shape.layers
     whole = stored * (shape.layers - recompute)
     inputs = case.number * d * recompute
     # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
     # counted already. It holds one tensor of the MLP less than other layers (bench/nullgpu/memory.py).
     again = stored - case.number * (d + inner)
-    added = max(0, again - whole) if recompute else 0
-    return inputs + whole, added
+    if recompute == 0:
+        again = 0
+    return inputs + whole, max(0, again - whole)
 
 
 def _logits(case, vocab, tokens):
@@ -596,7 +636,9 @@ def _allocator_loss(case, shape, root, logits, kept):
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
     pieces = 4 * shape.layer + HOLES * kept
-    of_root = 4 * root / case.shards * (not case.cfg.lora)
+    of_root = 0
+    if not case.cfg.lora:
+        of_root = 4 * root / case.shards
     if case.shards == 1:
         return pieces + max(of_root, logits / 2)
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -670,9 +712,10 @@ def _engine_memory(case):
         buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
         share = cfg.engine_share * case.gpu.memory
         room = max(share - case.engine_weights - buffers, 0.0)
-        pages = 1 + rows * -(-cfg.engine_len // KV_PAGE)
-        cache = pages * KV_PAGE * case.kv_bytes
-        cache = room if case.engine_sleeps else min(room, cache)
+        pages = 1 + rows * math.ceil(cfg.engine_len / KV_PAGE)
+        cache = min(room, pages * KV_PAGE * case.kv_bytes)
+        if case.engine_sleeps:
+            cache = room
     return {"engine weights": case.engine_weights, "engine buffers": buffers, "KV cache": cache}
 
 
@@ -693,15 +736,14 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
     # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
     root = params - policy.layers * policy.layer
-    largest = max(root, policy.layer)
-    copies = 2 + 1 / case.shards if case.shards > 1 else 2
-    if (
-        case.cfg.lora and case.shards == 1
-    ):  # for merging: copies of one matrix, some of them in fp32
-        largest = 4 * policy.hidden * policy.inner
+    gathered = 2 * max(root, policy.layer)
+    if case.shards > 1:
+        gathered += gathered / 2 / case.shards
+    elif case.cfg.lora:  # for merging: copies of one matrix, some of them in fp32
+        gathered = 8 * policy.hidden * policy.inner
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
-        "gathered weights": case.number * largest * copies + HOLES * case.base("policy"),
+        "gathered weights": case.number * gathered + HOLES * case.base("policy"),
         "engine weights": case.engine_weights,
     }
     instants = [
@@ -733,7 +775,9 @@ def _with_total(case, usage):
     CUDA and idle state: the memory of CUDA and NCCL, plus the weights and AdamW's moments that are on the
         device but not counted in `usage`
     total: the sum of all items"""
-    idle = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0.0
+    idle = 0.0
+    if case.gpu:
+        idle = CUDA_CONTEXT + NCCL_BUFFERS
     if not case.offloads:
         counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
         idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
@@ -795,10 +839,14 @@ def disk(case: Case) -> dict[str, int]:
     """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
     checkpoints with the exports."""
     cfg = case.cfg
-    checkpoint = case.saved * (1 if cfg.lora else case.shards)
+    checkpoint = case.saved
+    if not cfg.lora:
+        checkpoint *= case.shards
     exports = 2 * sum(case.params.values())
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
-    count = cfg.keep + 1 + bool(cfg.keep_best and cfg.eval_data)
+    count = cfg.keep + 1
+    if cfg.keep_best and cfg.eval_data:
+        count += 1
     return {
         "disk, a checkpoint": checkpoint,
         "disk, exports": exports,
@@ -816,20 +864,17 @@ class Sent(NamedTuple):
     between: float  # to other nodes
 
 
-def sent(
-    size: float,
-    ranks: int,
-    nodes: int = 1,
-    times: int = 1,
-) -> Sent:
+def sent(size: float, ranks: int, nodes: int = 1) -> Sent:
     """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes.
 
-    size: bytes of the whole tensor
-    times: 1 for an all-gather or a reduce-scatter; 2 for an all-reduce, which does both"""
+    size: bytes of the whole tensor; for an all-reduce, which is a reduce-scatter and an all-gather, twice
+        these bytes"""
     # In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
     # bandwidth"). Only one rank of each node has its next rank on another node.
-    total = times * size * (ranks - 1) / ranks
-    outside = nodes / ranks if nodes > 1 else 0
+    total = size * (ranks - 1) / ranks
+    outside = 0
+    if nodes > 1:
+        outside = nodes / ranks
     return Sent(total * (1 - outside), total * outside)
 
 
@@ -842,19 +887,19 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     all-reduce: sum of the gradients over all copies of the model (--shard_ranks), once an update"""
     shape = case.models[name]
     params = case.params[name]
-    nodes = -(-case.shards // case.local)  # that share one copy of the weights
+    nodes = math.ceil(case.shards / case.local)  # that share one copy of the weights
     copies = case.world // case.shards
-    all_nodes = -(-case.world // case.local)
-    layers = case.number * shape.layers * shape.layer
     reduced = 4 * params
     if case.cfg.lora:  # every rank holds all adapters
         reduced = 0
         copies = case.world
+    nodes_of_copies = min(copies, math.ceil(case.world / case.local))
+    layers = case.number * shape.layers * shape.layer
     return {
         "forward": sent(case.number * params, case.shards, nodes),
         "backward": sent(layers, case.shards, nodes),
         "reduce": sent(reduced, case.shards, nodes),
-        "all-reduce": sent(case.shard(name), copies, min(copies, all_nodes), times=2),
+        "all-reduce": sent(2 * case.shard(name), copies, nodes_of_copies),
     }
 
 
@@ -868,9 +913,8 @@ def sent_in_step(case: Case) -> Sent:
     between = 0.0
     for name, params in case.params.items():
         extra = packs  # forward passes without training: the critic's values
-        if (
-            name == "policy"
-        ):  # old log-probs, a sync, and the reference in passes of the policy's size
+        if name == "policy":
+            # old log-probs, a sync, and the reference in passes of the policy's size
             extra = 1 + packs * cfg.needs_old_logp
             if cfg.has_ref:
                 extra += packs * case.shapes[2].policy_params / params
@@ -901,43 +945,55 @@ def _passes(case, name, prompt, response):
     2. all updates: their forward and backward passes, and the optimizer"""
     cfg = case.cfg
     shape = case.models[name]
+    layers = shape.layers
     length = prompt + response
-    tokens = cfg.samples_per_step * length / case.world  # that one rank trains on in a step
     packs = case.packs(length)
-    params = shape.layers * shape.layer
-    flop = forward_flops(params, shape.attention_layers, shape.q, tokens, tokens * length)
-    if net := shape.delta:
-        # In chunks of 64 tokens: products of keys and queries, a triangular system, the state
-        of_head = 64 * (5 * net.key_dim + 3 * net.dim) + 6 * net.key_dim * net.dim
-        flop += tokens * net.layers * net.heads * of_head
-    device = flop / (MFU * case.gpu.flops) / packs  # of the layers' forward pass
-    of_layer = LAYER_HOST + (FSDP_HOST if case.shards > 1 else 0)
-    host = shape.layers * of_layer
+    tokens = cfg.samples_per_step * length / case.world / packs  # of a pack
+    flop = forward_flops(
+        layers * shape.layer,
+        shape.attention_layers,
+        shape.q,
+        tokens,
+        tokens * length,
+    )
+    flop += tokens * _delta_flops(shape.delta)
+    device = flop / (MFU * case.gpu.flops)  # of the layers' forward pass
+    host = layers * LAYER_HOST
+    if case.shards > 1:
+        host += layers * FSDP_HOST
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
     # backward pass costs two forward passes, or one if the weights are frozen, and one more in each
     # recomputed layer.
     forward = max(device, host / 3)
     recomputed = case.recompute[name]
-    device_back = device * (2 - bool(cfg.lora) + recomputed / shape.layers)
-    backward = max(device_back, host * 2 / 3 + recomputed * RECOMPUTE_HOST)
+    times = 2 - bool(cfg.lora) + recomputed / layers
+    host_back = host * 2 / 3 + recomputed * RECOMPUTE_HOST
+    backward = max(device * times, host_back)
     if name == "policy":
-        of_head = _head_seconds(case, shape, tokens * response / length / packs)
+        of_head = _head_seconds(case, shape, tokens * response / length)
         forward += of_head[0]
         backward += of_head[1]
-    sends = traffic(case, name)
-    forward = max(forward, _network(case, sends["forward"]))
-    transfer = _network(case, sends["backward"])
-    transfer += _network(case, sends["reduce"])
-    all_reduce = _network(case, sends["all-reduce"])
-    last = max(backward, transfer + all_reduce)
+    sending = {}  # collective -> seconds
+    for collective, n in traffic(case, name).items():
+        sending[collective] = _network(case, n)
+    forward = max(forward, sending["forward"])
+    transfer = sending["backward"] + sending["reduce"]
+    last = max(backward, transfer + sending["all-reduce"])
     backward = max(backward, transfer)
-    updates = cfg.passes_per_step * getattr(cfg, f"{name}_updates")
-    passes = cfg.passes_per_step * packs
-    optimizer = OPTIMIZER_HOST[case.shards > 1] * shape.layers
+    updates = getattr(cfg, f"{name}_updates")
+    optimizer = OPTIMIZER_HOST[case.shards > 1] * layers
     # The last backward pass of an update sums the gradients over all copies of the model.
-    training = passes * (forward + backward)
+    training = packs * (forward + backward)
     training += updates * (last - backward + optimizer)
-    return packs * forward, training
+    return packs * forward, cfg.passes_per_step * training
+
+
+def _delta_flops(net):
+    """Returns the FLOP a token of the recurrences of all delta nets."""
+    # In chunks of 64 tokens: products of keys and queries, a triangular system, the state
+    chunk = 64 * (5 * net.key_dim + 3 * net.dim)
+    state = 6 * net.key_dim * net.dim
+    return net.layers * net.heads * (chunk + state)
 
 
 def _head_seconds(case, shape, tokens):
@@ -975,8 +1031,8 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     steps = tokens / batch
     kind = cfg.engine_kind(True)
     of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
-    # The longest response alone needs max_response_len steps.
-    host = max(steps, cfg.max_response_len) * of_step + tokens * of_response
+    most_steps = max(steps, cfg.max_response_len)  # the longest response alone needs so many
+    host = most_steps * of_step + tokens * of_response
     longest = cfg.max_response_len * case.engine_weights / (BANDWIDTH * gpu.hbm)
     return max(steps * device, longest, host)
 
@@ -1071,35 +1127,33 @@ def remedy(case: Case) -> str:
         "pack_len": cfg.model_len,
         "shard_ranks": "auto",
     }
+    single = [*free.items()]
     shares = [share / 20 for share in range(4, 20)]
     shares.sort(key=lambda share: abs(share - cfg.engine_share))
-    sizes = []
-    if case.engine_sleeps:
-        sizes = [n for n in (2, 4, 8) if case.world % n == 0]
-    costly = {
-        "engine_share": shares,
-        "tp": sizes,
-        "max_num_seqs": [256, 64, 16, 8],
-    }
-    single = [{flag: value} for flag, value in free.items()]
-    for flag, values in costly.items():
-        single += [{flag: value} for value in values]
-    changes = [{}, *single, *(free | one for one in single)]
+    for share in shares:
+        single.append(("engine_share", share))
+    for size in (2, 4, 8):
+        if case.engine_sleeps and case.world % size == 0:
+            single.append(("tp", size))
+    for count in (256, 64, 16, 8):
+        single.append(("max_num_seqs", count))
+    changes = [{}]
+    for others in ({}, free):
+        for flag, value in single:
+            changes.append(others | {flag: value})
     for doublings, change in product(range(11), changes):
         ranks = case.world * 2**doublings
         local = min(ranks, node)
         other = replace(cfg, **change)
         if shortage(replace(case, world=ranks, local=local, cfg=other)):
             continue
-        flags = []
+        words = []
+        if ranks > case.world:
+            words.append(f"{ranks} ranks, {local} a machine,")
         for name, value in change.items():
             if getattr(cfg, name) != value:
-                flags.append(f"--{name} {value}")
-        words = " ".join(flags)
-        if ranks == case.world:
-            return words
-        machines = f"{ranks} ranks, {local} a machine"
-        return f"{machines}, {words}" if words else machines
+                words.append(f"--{name} {value}")
+        return " ".join(words).rstrip(",")
     return "a smaller --model, or devices with more memory"
 
 
@@ -1182,20 +1236,24 @@ def plan_of(case: Case) -> Plan:
     if case.state_bytes:
         plan["batches"]["states of a response, MiB"] = case.state_bytes / 2**20
     if case.timed:
-        times = {
-            "quarter length": seconds(case, *_quarter(cfg)),
-            "full length": seconds(case, *case.longest),
-        }
-        for phases in times.values():
-            phases |= extra_seconds(case)
-            for n in (1000, steps):
-                phases[f"{n:,} steps, hours"] = n * phases["step"] / 3600
-        plan["estimated seconds"] = _columns(times)
+        plan["estimated seconds"] = _columns(_times(case, steps))
     if case.timed and case.world > 1:
         plan["network, full length"] = _network_rows(case)
         machine = case.between * 8e-9 / LINK
         plan["run"]["network of a machine"] = f"{machine:,.0f} Gb/s (--network)"
     return plan
+
+
+def _times(case, steps):
+    times = {
+        "quarter length": seconds(case, *_quarter(case.cfg)),
+        "full length": seconds(case, *case.longest),
+    }
+    for phases in times.values():
+        phases |= extra_seconds(case)
+        for n in (1000, steps):
+            phases[f"{n:,} steps, hours"] = n * phases["step"] / 3600
+    return times
 
 
 def _network_rows(case):
@@ -1220,10 +1278,11 @@ def _in_gib(sizes):
 def _model_rows(case, name, steps):
     cfg = case.cfg
     updates = getattr(cfg, f"{name}_updates")
-    frozen = cfg.freeze_policy_steps if name == "policy" else 0
+    if name == "policy":
+        steps -= cfg.freeze_policy_steps
     return {
         "parameters": case.params[name],
-        "updates": (steps - frozen) * cfg.passes_per_step * updates,
+        "updates": steps * cfg.passes_per_step * updates,
         "samples an update": cfg.samples_per_step / updates,
         "layers recomputed": case.recompute[name] or "none",
     }
@@ -1243,14 +1302,15 @@ def as_text(plan: Plan) -> list[str]:
     """Returns the plan as lines of at most 80 characters (94 with a critic and --ref_model)."""
     lines = []
     for section, rows in plan.items():
-        first = next(iter(rows.values()))
-        columns = first if isinstance(first, dict) else []
-        head = "".join(f"{column:>14}" for column in columns)
-        lines += ["", f"{section:24}{head}"]
-        for name, value in rows.items():
-            cells = value.values() if columns else [value]
-            text = "".join(f" {_shown(x):>13}" for x in cells)
-            lines.append(f"  {name:22}{text}")
+        head = f"{section:24}"
+        of_rows = []
+        for name, cells in rows.items():
+            if not isinstance(cells, dict):
+                cells = {"": cells}
+            text = "".join(f" {_shown(x):>13}" for x in cells.values())
+            of_rows.append(f"  {name:22}{text}")
+        head += "".join(f"{column:>14}" for column in cells)
+        lines += ["", head.rstrip(), *of_rows]
     return lines
 
 

@@ -1,7 +1,7 @@
 """Reports on runs: plots of their curves, a summary as text, and an HTML page.
 
     python -m tools.report RUN                             # RUN/plot.png, RUN/report.html and a summary
-    python -m tools.report RUN RUN2 … --out compare.png    # several runs side by side, as text and as curves
+    python -m tools.report RUN RUN2 … --out compare.png    # several runs: summaries, table and curves
     python -m tools.report RUN RUN2 … --out table.tex      # their table as LaTeX, or as .csv
 
 Runs that differ only in their seed belong to one recipe. A plot of a recipe has a line for the mean of the
@@ -9,6 +9,7 @@ runs, and a band from the lowest to the highest run. The table has 95 % interval
 """
 
 import base64
+import csv
 import math
 import re
 import warnings
@@ -39,16 +40,22 @@ warnings.filterwarnings("ignore", "Data has no positive values")
 
 def _names(rows, pattern):
     """Returns the names of the metrics that match the regular expression `pattern`."""
-    return [name for name in dict.fromkeys(chain(*rows)) if re.fullmatch(pattern, name)]
+    names = dict.fromkeys(chain(*rows))
+    return [name for name in names if re.fullmatch(pattern, name)]
+
+
+def _curve(rows, name):
+    """Returns a dict: step -> value of the metric. rows: of metrics.jsonl"""
+    return {row["step"]: row[name] for row in rows if name in row}
 
 
 def _values(runs, name):
     """Returns the steps at which any run has a value of the metric, and an array (runs, steps) of the values.
     It has NaN where a run has no value. runs: the rows of each run's metrics.jsonl"""
-    steps = sorted({row["step"] for row in chain(*runs) if name in row})
+    curves = [_curve(rows, name) for rows in runs]
+    steps = sorted(set().union(*curves))
     values = []
-    for rows in runs:
-        curve = {row["step"]: row[name] for row in rows if name in row}
+    for curve in curves:
         values.append([curve.get(step, np.nan) for step in steps])
     return steps, np.array(values)
 
@@ -58,9 +65,11 @@ def _flags(run):
     --name -> text."""
     config = read_json(run / "config.json", {"versions": dict})
     config |= config.pop("versions", {})
-    flags = {f"--{name.lstrip('-')}": str(value) for name, value in config.items()}
-    for name in ("--seed", "--out"):
-        flags.pop(name, None)
+    flags = {}
+    for name, value in config.items():
+        name = name.lstrip("-")
+        if name not in ("seed", "out"):
+            flags[f"--{name}"] = str(value)
     return flags
 
 
@@ -100,25 +109,37 @@ def plot(runs: Sequence[Path], to: Path) -> None:
 
     data = {}  # label of a recipe -> the metrics of its runs
     for group in recipes(runs):
-        label = f"{group[0]}: {facts(group)['run']}"
+        label = f"{group[0]}: {_who(group)}"
         label = label.replace("$", r"\$")  # matplotlib reads $…$ as a formula
         data[label] = list(map(read_metrics, group))
     alone = len(data) == 1
-    rows = list(chain(*chain(*data.values())))  # of all runs
+    every = chain(*data.values())  # the rows of each run
+    rows = list(chain(*every))
     panels = {}  # title and scale -> label of a line -> steps and values
     for title, pattern, scale in PANELS:
         # A recipe without a metric has an empty line, so that each recipe keeps its colour.
-        for name, (label, group) in product(_names(rows, pattern), data.items()):
-            panel = title if alone else name
+        for name, label in product(_names(rows, pattern), data):
+            panel = (title if alone else name, scale)
             line = name if alone else label
-            panels.setdefault((panel, scale), {})[line] = _values(group, name)
+            lines = panels.setdefault(panel, {})
+            lines[line] = _values(data[label], name)
     height = (len(panels) + 2) // 3 or 1
-    figure = Figure(figsize=(13.2, 3.8 * height), dpi=130, layout="constrained")
-    for place, ((title, scale), lines) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(height, 3, place, title=title, xlabel="step")
-        _draw(axis, lines, scale)
+    figure = Figure(
+        figsize=(13.2, 3.8 * height),
+        dpi=130,
+        layout="constrained",
+    )
+    for place, (title, scale) in enumerate(panels, 1):
+        axis = figure.add_subplot(height, 3, place)
+        axis.set(title=title, xlabel="step")
+        _draw(axis, panels[title, scale], scale)
         if alone:
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+            axis.legend(
+                loc="upper center",
+                bbox_to_anchor=(0.5, -0.2),
+                ncols=2,
+                frameon=False,
+            )
     if alone:
         figure.suptitle(*data)
     else:  # all panels have the same lines
@@ -132,10 +153,15 @@ def _draw(axis, lines, scale):
     lines: label -> steps and values (see `_values`) of the runs whose mean the line shows"""
     dashes = cycle([".-", ".--", ".:"])
     for label, (steps, values) in lines.items():
-        (line,) = axis.plot(steps, values.mean(0), next(dashes), label=label)
-        lowest = np.fmin.reduce(values)  # ignores NaN
-        highest = np.fmax.reduce(values)
-        axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.2)
+        mean = values.mean(0)
+        (line,) = axis.plot(steps, mean, next(dashes), label=label)
+        axis.fill_between(
+            steps,
+            np.fmin.reduce(values),  # ignores NaN
+            np.fmax.reduce(values),
+            color=line.get_color(),
+            alpha=0.2,
+        )
     if scale == "log":
         axis.set_yscale("log")
     elif scale == "variance":  # a new critic's explained variance is far below -1, and is cut off
@@ -149,68 +175,54 @@ def _draw(axis, lines, scale):
 # --- text
 
 
-def facts(runs: Sequence[Path]) -> dict[str, str]:
-    """Returns the summary of a recipe's runs as a dict: name -> text. Values are means over the runs. ± is
-    the standard error over the runs, or, for a single run, over its problems."""
-    data = list(map(read_metrics, runs))
-    configs = [read_json(run / "config.json") for run in runs]
-    names = ("algo", "model", "steps")
-    algo, model, steps = (configs[0].get(name, "–") for name in names)
-    seeds = ", ".join(str(config.get("seed", "–")) for config in configs)
-    _, times = _values(data, "time/step")
-    minutes = np.nanmean(times, 0).sum() / 60
-    alarms = [read_jsonl(run / "alarms.jsonl", ALARM) for run in runs]
+def _who(runs):
+    """Returns algorithm, seeds and model of a recipe's runs, as text."""
+    seeds = []
+    for run in runs:
+        config = read_json(run / "config.json")
+        seeds.append(str(config.get("seed", "–")))
+    algo = config.get("algo", "–")
+    model = config.get("model", "–")
+    return f"{algo}, seed {', '.join(seeds)}, model {model}"
+
+
+def facts(run: Path) -> dict[str, str]:
+    """Returns the summary of a run as a dict: name -> text. ± is the standard error over the problems."""
+    rows = read_metrics(run)
+    seconds = _curve(rows, "time/step").values()
+    steps = read_json(run / "config.json").get("steps", "–")
+    alarms = read_jsonl(run / "alarms.jsonl", ALARM)
     found = {
-        "run": f"{algo}, seed {seeds}, model {model}",
-        "steps": f"{times.shape[1]} of {steps} in {minutes:.1f} minutes",
-        "alarms": str(sum(map(len, alarms))),
+        "run": _who([run]),
+        "steps": f"{len(seconds)} of {steps} in {sum(seconds) / 60:.1f} minutes",
+        "alarms": str(len(alarms)),
     }
-    for name in _names(chain(*data), "reward|eval/.+@.+"):
-        steps, values = _values(data, name)
-        in_all = np.isfinite(values).all(0)
-        if in_all.any():
-            steps = np.array(steps)[in_all]
-            found[name] = _change(runs, name, steps, values[:, in_all])
+    for name in _names(rows, "reward|eval/.+@.+"):
+        curve = _curve(rows, name)
+        values = [*curve.values()]
+        best = max(curve, key=curve.get)
+        error = _error(run, name, max(curve))
+        change = f"{values[0]:.3f} → {values[-1]:.3f}{error}"
+        found[name] = f"{change} (best {curve[best]:.3f} at step {best})"
     return found
 
 
-def _change(runs, name, steps, values):
-    """Returns the first, last and best value of a metric as text. values: array (runs, steps)"""
-    means = values.mean(0)
-    scores = values[:, -1]
-    if len(runs) == 1:
-        scores = _scores(runs[0], name, steps[-1])
-    error = ""
-    if len(scores) > 1:
-        error = f" ± {np.std(scores, ddof=1) / len(scores) ** 0.5:.3f}"
-    best = means.argmax()
-    change = f"{means[0]:.3f} → {means[-1]:.3f}{error}"
-    return f"{change} (best {means[best]:.3f} at step {steps[best]})"
-
-
-def _scores(run, key, step):
-    """Returns the mean reward of each problem at the step, if `key` is eval/SET/avg@N; else []."""
-    problems = {}
+def _error(run, metric, step):
+    """Returns the standard error over the problems as text, if the metric is eval/SET/avg@N; else ""."""
+    rewards = {}  # problem -> its rewards
     for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl", ROW):
-        if key.startswith(f"eval/{row.get('set')}/avg@"):
-            problems.setdefault(row["prompt_id"], []).append(row["reward"])
-    return list(map(np.mean, problems.values()))
+        if metric.startswith(f"eval/{row.get('set')}/avg@"):
+            of_problem = rewards.setdefault(row["prompt_id"], [])
+            of_problem.append(row["reward"])
+    if len(rewards) < 2:
+        return ""
+    scores = [*map(np.mean, rewards.values())]
+    error = np.std(scores, ddof=1) / len(scores) ** 0.5
+    return f" ± {error:.3f}"
 
 
-def compare(runs: Sequence[Path]) -> str:
-    """Returns, as text, the `facts` of each recipe, and the flags, packages, code and data that differ."""
-    columns = {}
-    for group in recipes(runs):
-        columns[str(group[0])] = facts(group) | _flags(group[0])
-    lines = []
-    for field in dict.fromkeys(chain(*columns.values())):
-        cells = {name: column.get(field, "–") for name, column in columns.items()}
-        if field.startswith("--") and len(set(cells.values())) == 1:
-            continue
-        lines.append(field)
-        lines += [f"  {shorten(name, 40):40}  {shorten(cell, 56)}" for name, cell in cells.items()]
-    lines += ["", "± standard error, over the runs; of a single run, over the problems"]
-    return "\n".join(lines)
+def _summary(run):
+    return [f"{name:19} {value}" for name, value in facts(run).items()]
 
 
 def half_interval(values: Sequence[float]) -> float:
@@ -219,51 +231,73 @@ def half_interval(values: Sequence[float]) -> float:
     if freedom < 1:
         return math.nan
     # t is √freedom × the tangent of an angle with the density cos^(freedom - 1).
-    angle = np.linspace(-math.pi / 2, math.pi / 2, 100_001)
+    quarter = math.pi / 2
+    angle = np.linspace(-quarter, quarter, 100_001)
     share = np.cumsum(np.cos(angle) ** (freedom - 1))
-    t = math.tan(np.interp(0.975 * share[-1], share, angle)) * freedom**0.5
-    return t * np.std(values, ddof=1) / len(values) ** 0.5
+    at = np.interp(0.975 * share[-1], share, angle)
+    t = math.tan(at) * freedom**0.5
+    error = np.std(values, ddof=1) / len(values) ** 0.5
+    return t * error
 
 
 def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     """Returns a header row, and a row for each recipe: the flags in which recipes differ, the number of runs,
     the mean of the metric's last value, and the mean difference from the first recipe (pairs of equal seeds).
     After each mean comes half of its 95 % interval."""
-    rows = [["recipe", "runs", metric, "± 95 %", "minus the first", "± 95 %"]]
+    interval = "± 95 %"
+    rows = [["recipe", "runs", metric, interval, "minus the first", interval]]
     groups = recipes(runs)
-    flags = [set(_flags(group[0]).items()) for group in groups]
+    flags = [_flags(group[0]) for group in groups]
     first = {}
     for group, own in zip(groups, flags, strict=True):
-        _, values = _values(list(map(read_metrics, group)), metric)
-        require(
-            values.size > 0, f"{group[0]} has no metric {metric}", "--metric of docs/metrics.md"
-        )
-        seeds = [read_json(run / "config.json").get("seed", run) for run in group]
-        scores = dict(zip(seeds, values[:, -1], strict=True))
+        scores = _last_values(group, metric)
         first = first or scores
-        differ = sorted(own - set.intersection(*flags))
-        rows.append([" ".join(map(" ".join, differ)) or str(group[0]), str(len(group))])
         gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
-        for numbers in filter(None, (list(scores.values()), gaps)):
-            rows[-1] += [f"{np.mean(numbers):.4f}", f"{half_interval(numbers):.4f}"]
+        words = []
+        for name in sorted(own):
+            if any(other.get(name) != own[name] for other in flags):
+                words.append(f"{name} {own[name]}")
+        row = [" ".join(words) or str(group[0]), str(len(group))]
+        for numbers in ([*scores.values()], gaps):
+            if numbers:
+                row.append(f"{np.mean(numbers):.4f}")
+                row.append(f"{half_interval(numbers):.4f}")
+        rows.append(row)
     return rows
+
+
+def _last_values(runs, metric):
+    """Returns a dict: seed -> the run's value of the metric at the recipe's last step."""
+    _, values = _values(list(map(read_metrics, runs)), metric)
+    require(
+        values.size > 0,
+        f"{runs[0]} has no metric {metric}",
+        "--metric of docs/metrics.md",
+    )
+    found = {}
+    for run, curve in zip(runs, values, strict=True):
+        seed = read_json(run / "config.json").get("seed", run)
+        found[seed] = curve[-1]
+    return found
 
 
 def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
     """Write the rows as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
-    if to.suffix == ".tex":
-        body = "".join(" & ".join(row) + " \\\\\n" for row in rows)
-        body = re.sub("([_%#])", r"\\\1", body).replace("±", r"$\pm$")
-        text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
-    else:
-        text = "".join(f'"{row[0]}",{",".join(row[1:])}\n' for row in rows)
+    if to.suffix == ".csv":
+        with to.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(rows)
+        return
+    body = "".join(" & ".join(row) + " \\\\\n" for row in rows)
+    body = re.sub("([_%#])", r"\\\1", body)
+    body = body.replace("±", r"$\pm$")
+    text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
     to.write_text(text, encoding="utf-8")
 
 
 def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
     training, the last alarms, and the paths of report, plot, metrics and exported model."""
-    lines = [f"{name:19} {value}" for name, value in facts([run]).items()]
+    lines = _summary(run)
     files = _files(run, "eval")
     if len(files) > 1:
         first = read_jsonl(files[0], ROW)[:3]
@@ -307,8 +341,12 @@ SHOWN = 8  # largest number of wrong responses, and of right responses, that are
 
 
 def _table(rows):
-    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{'<tr>'.join(cells)}</table>"
+    html = ""
+    for row in rows:
+        html += "<tr>"
+        for cell in row:
+            html += f"<td>{escape(str(cell))}</td>"
+    return f"<table>{html}</table>"
 
 
 def _fold(title, html):
@@ -322,15 +360,17 @@ def _files(run, kind):
 
 def _samples(run, kind):
     """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first."""
-    files = _files(run, kind)[::-1]
+    files = _files(run, kind)
+    files.reverse()
+    every = len(files) // 6 + 1
     html = ""
-    for file in files[:: len(files) // 6 + 1]:
+    for file in files[::every]:
         rows = read_jsonl(file, ROW)
         cards = ""
         for right in (False, True):
             some = [row for row in rows if (row["reward"] >= 1) == right]
-            every = len(some) // SHOWN + 1
-            cards += "".join(map(_card, some[::every]))
+            step = len(some) // SHOWN + 1
+            cards += "".join(map(_card, some[::step]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
@@ -358,18 +398,17 @@ def write_report(run: Path) -> None:
     picture = base64.b64encode(file.read_bytes()).decode()
     alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]
     config = read_json(run / "config.json")
-    plan = as_text(read_json(run / "plan.json"))
-    plan = escape("\n".join(plan))
+    plan = "\n".join(as_text(read_json(run / "plan.json")))
     last = {}  # metric -> its last value
     for row in read_metrics(run):
         last |= row
     numbers = [
         _fold("Last values of the metrics (see docs/metrics.md)", _table(last.items())),
-        _fold("Plan", f"<pre>{plan}</pre>"),
+        _fold("Plan", f"<pre>{escape(plan)}</pre>"),
         _fold("Configuration", _table(config.items())),
     ]
     sections = {
-        "Summary (± standard error)": _table(facts([run]).items()),
+        "Summary (± standard error)": _table(facts(run).items()),
         "Alarms (step, text)": _table(alarms) if alarms else "None was raised.",
         "Curves": f'<div><img alt="curves" src="data:image/png;base64,{picture}"></div>',
         "Samples of the training": _samples(run, "samples"),
@@ -383,10 +422,13 @@ def write_report(run: Path) -> None:
 
 
 def report_on(
-    runs: tuple[Path, ...] = (Path(),), /, out: Path | None = None, metric: str = ""
+    runs: tuple[Path, ...] = (Path(),),
+    /,
+    out: Path | None = None,
+    metric: str = "",
 ) -> None:
     """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
-    print a comparison and a table. Write their curves to --out, or the table if --out ends in .csv or .tex.
+    print summaries and a table. Write their curves to --out, or the table if --out ends in .csv or .tex.
 
     Args:
         runs: folders of runs (train.py's --out); if none is given, the current folder
@@ -405,8 +447,10 @@ def report_on(
         show(story(*runs))
         return
     to = out or Path("compare.png")
-    found = _names(read_metrics(runs[0]), r"eval/.+/avg@\d+")
-    rows = table(runs, metric or [*found, "reward"][0])
+    if not metric:
+        accuracies = _names(read_metrics(runs[0]), r"eval/.+/avg@\d+")
+        metric = accuracies[0] if accuracies else "reward"
+    rows = table(runs, metric)
     # ValueError: the suffix of --out is no type of picture
     with explained(
         f"can't write {to}",
@@ -417,8 +461,14 @@ def report_on(
             write_table(rows, to)
         else:
             plot(runs, to)
-    lines = ["\t".join(row).expandtabs(18) for row in rows]
-    show("\n".join([compare(runs), "", *lines, "", f"file  {to}"]))
+    lines = []
+    for run in runs:
+        lines += [f"{run}", *_summary(run), ""]
+    for row in rows:
+        line = "\t".join(row)
+        lines.append(line.expandtabs(18))
+    lines += ["", f"file  {to}"]
+    show("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -83,8 +83,10 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     carry = []
     while a or b:
         terms = [*carry, a % 10, b % 10]
-        columns.append("+".join(map(str, terms)) + f"={said(sum(terms))}")
-        carry = [1] if sum(terms) >= 10 else []
+        total = sum(terms)
+        column = "+".join(map(str, terms))
+        columns.append(f"{column}={said(total)}")
+        carry = [1] if total >= 10 else []
         a //= 10
         b //= 10
     return ",".join(columns)
@@ -151,9 +153,11 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     rng = random.Random(seed)
     tokenizer = task.tokenizer()
     problems = task.problems(rng)
-    held_out = problems[:HELD_OUT]
-    train = problems[HELD_OUT:]
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    parts = {"train": problems[HELD_OUT:], "heldout": problems[:HELD_OUT]}
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -170,13 +174,14 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     )
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config)
-    pretrain(model, tokenizer, train, rng, task)
+    pretrain(model, tokenizer, parts["train"], rng, task)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
-    for name, part in ("train", train), ("heldout", held_out):
-        rows = [json.dumps(task.row(problem)) + "\n" for problem in part]
-        (new / f"{name}.jsonl").write_text("".join(rows))
+    for name, part in parts.items():
+        with (new / f"{name}.jsonl").open("w") as file:
+            for problem in part:
+                print(json.dumps(task.row(problem)), file=file)
     (new / "tiny.json").write_text(json.dumps(recipe) + "\n")
     new.rename(path)
     return str(path)
@@ -197,10 +202,11 @@ def pretrain(
         rng.shuffle(problems)
         for problem in problems:
             final = len(texts) > count * 2 / 3
-            texts.append(task.text(problem, rng, final))
-    prompt_len = len(tokenizer(texts[0][0]).input_ids)
-    whole = [prompt + response + tokenizer.eos_token for prompt, response in texts[:count]]
-    tokens = tokenizer(whole, padding=True, return_tensors="pt").input_ids
+            prompt, response = task.text(problem, rng, final)
+            texts.append(prompt + response + tokenizer.eos_token)
+    prompt_len = len(tokenizer(prompt).input_ids)
+    encoded = tokenizer(texts[:count], padding=True, return_tensors="pt")
+    tokens = encoded.input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
