@@ -51,7 +51,7 @@ def in_fp64(z, targets, temperature, g_logp, g_entropy):
 
 
 @pytest.mark.parametrize("form", ["kernels", "model"])
-@pytest.mark.parametrize("vocabulary,rows", [(1000, 5), (8192, 1), (8193, 3), (151936, 2)])
+@pytest.mark.parametrize("vocabulary,rows", [(1000, 5), (8192, 1), (8193, 3), (250000, 1)])
 def test_the_head_equals_a_softmax_in_fp64(form, vocabulary, rows, kernels):
     """The logits reach ±12, so at temperature 0.05 their rounding to fp32 is 1e-5. The first row's gradients
     are 0, as those of a token outside the loss."""

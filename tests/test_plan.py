@@ -443,7 +443,9 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
         print(*{"torch", "transformers", "matplotlib"} & {*sys.modules}, file=sys.stderr)"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == "\n"  # no slow module was imported
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    *lines, command = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert command.startswith("command: torchrun --nnodes 4 --nproc-per-node 8 ")
     flat = " ".join(done.stdout.split())
     for words in ("ranks 32", "7,615,616,512", "samples a step 8,192", "samples an update 683 8,192",
                   "longest pack, tokens 16,384", "disk, a checkpoint 164", "of a rank's 139.8 GiB",
