@@ -445,11 +445,12 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
     assert done.stderr == "\n"  # no slow module was imported
     *lines, command = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
-    assert command.startswith("command: torchrun --nnodes 4 --nproc-per-node 8 ")
+    assert command == ("command: torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d "
+                       "--rdzv-endpoint HOST:29500 train.py orz-7b --layout production")
     flat = " ".join(done.stdout.split())
     for words in ("ranks 32", "7,615,616,512", "samples a step 8,192", "samples an update 683 8,192",
                   "longest pack, tokens 16,384", "disk, a checkpoint 164", "of a rank's 139.8 GiB",
-                  "assumed GB/s of a rank 360 40", "takes about: vllm "):
+                  "assumed GB/s of a rank 360 40", "network of a machine 3,200 Gb/s", "takes about: vllm "):
         assert words in flat, words
 
 

@@ -474,7 +474,7 @@ def test_a_long_response_costs_reward_and_a_truncated_one_may_be_left_out():
     assert p.rewards[p.cu_seqlens[1:].long() - 1].tolist() == [1, 1, 0.5, 0]
     assert p.responses == 3 and int(p.mask.sum()) == 82 and not p.mask[p.cu_seqlens[3]:].any()
     short = dataclasses.replace(cfg, max_response_len=39, max_model_len=40)  # leaves 38 tokens here
-    assert rollout.REWARD_PARTS["overlong"]([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
+    assert reward.overlong([sample(n, 1.0) for n in (22, 30, 38)], short) == [0, -0.5, -1]
     (plain,) = rollout.shape_rewards([sample(48, 0.0, stopped=False)], PRESETS["tiny-grpo"])
     assert not plain.parts and plain.in_loss
 
