@@ -40,7 +40,7 @@ import ppo
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
-from configs import PRESETS, Config, UserError, parse, read_jsonl, require, user_errors
+from configs import PRESETS, Config, UserError, explained, parse, read_jsonl, require, user_errors
 from engines import torch_engine
 from log import read_metrics
 from tools import tiny
@@ -694,8 +694,8 @@ def varied(spec: str) -> dict[str, Variant]:
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
             f"one of {', '.join(HOOKS)}")
     own, theirs = runpy.run_path(file).get(name), inspect.signature(getattr(*HOOKS[name]))
-    require(callable(own) and len(inspect.signature(own).parameters) == len(theirs.parameters),
-            f"--vary {spec}, and {name} has other arguments", f"def {name}{theirs}")
+    with explained(f"--vary {spec}, and {name} has other arguments", f"def {name}{theirs}"):
+        inspect.signature(own).bind(*theirs.parameters)
     reference = "ppo" if name in ("gae", "value_loss") else "grpo"
     text = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     fork = Variant(reference, {}, forked, dict(file=str(Path(file).absolute()), name=name, text=text))

@@ -179,10 +179,13 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
     fork.patch(ablations.REFERENCE, **fork.args)
     found = grpo.group_advantages(torch.tensor([[0.0, 1.0, 5.0]]), "group_mean_std")
     assert found.tolist() == [[-1.0, 0.0, 4.0]]
-    for spec in (f"{file}:other", f"{tmp_path}/none.py:advantage"):
+    gae, wrong = tmp_path / "gae.py", tmp_path / "wrong.py"
+    gae.write_text("from ppo import gae\n")
+    wrong.write_text("def gae(rewards):\n    return rewards\n")
+    for spec in (f"{file}:other", f"{tmp_path}/none.py:advantage", f"{file}:gae", f"{wrong}:gae"):
         with pytest.raises(UserError):
             ablations.varied(spec)
-    assert ablations.varied(f"{file}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
+    assert ablations.varied(f"{gae}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
 
 
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
