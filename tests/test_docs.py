@@ -45,7 +45,7 @@ CANNOT = {
     "takes minutes or hours": (
         "make demo", "make gsm8k", "make rehearse", "make chaos", "make bench", "python -m bench.tasks",
         "python -m bench.tail", "python -m bench.chaos", "python -m bench.ablations",
-        "python -m tools.evaluate", "python train.py tiny-grpo"),
+        "python -m bench.recurrent", "python -m tools.evaluate", "python train.py tiny-grpo"),
     "needs a GPU, a cluster or a network": (
         "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout"),
     "needs the history of the repository": ("git show",),
