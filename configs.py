@@ -393,7 +393,7 @@ class Config:
             carry = f"--carry {self.carry}"
             require(
                 0 < self.round_len < self.max_response_len,
-                f"{carry} with --round_len {self.round_len}: no round ends in a response",
+                f"{carry} with --round_len {self.round_len}: no round ends before its responses do",
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
             )
             require(

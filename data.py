@@ -285,7 +285,7 @@ def prompt_encoder(
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
     the conversation, or if the prompt ends in EOS."""
-    form = prompt_form(template)
+    form = prompt_form(template)  # "" for chat
     require(
         bool(form or tokenizer.chat_template),
         "this tokenizer has no chat template",

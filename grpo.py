@@ -208,8 +208,8 @@ def mismatch_weight(
         "geometric": total / _segment_tokens(mask, segment),
     }[level].exp()
     near = ratio.clamp(low, high)
-    inside = near == ratio
-    if level == "negative":
+    inside = near == ratio  # "…-mask" keeps these tokens
+    if level == "negative":  # which tokens it keeps does not depend on their own ratios
         gap = torch.where(mask, now - engine_logp, 0)
         mean = _segment_sum(gap, segment) / _segment_tokens(mask, segment)
         inside = mean.exp() >= low

@@ -210,7 +210,7 @@ class Logger(contextlib.AbstractContextManager):
         self.next_step = start
         if not main:
             return
-        first = start if own else 0
+        first = start if own else 0  # rows from this step on are set aside
         config = dataclasses.asdict(cfg) | {"versions": versions}
         needed = "space and permission there, or another --out"
         with explained(f"can't write to {out}", needed, OSError):

@@ -685,6 +685,7 @@ def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
     product = gated(act, gate, up)
     if not x.is_cuda:  # a CPU has more memory than time
         return mlp.down_proj(product)
+    # `product` is not stored: DownProjection computes it again in the backward pass.
     down = mlp.down_proj
     project = partial(DownProjection.apply, act, gate, up)
     if isinstance(down, FrozenLinear):

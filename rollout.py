@@ -620,7 +620,7 @@ def score_sets(
     many = itertools.cycle(cfg.eval_samples)
     temperatures = itertools.cycle(cfg.eval_temperature)
     for (name, problems), n, temperature in zip(sets.items(), many, temperatures, strict=False):
-        # Not `i`: an added evaluation set changes no response of the others.
+        # The name, not the position: an added evaluation set changes no response of the others.
         key = cfg.seed, EVAL, zlib.crc32(name.encode())
         longest = cfg.eval_response_len or cfg.max_response_len
         sampling = Sampling(

@@ -217,9 +217,7 @@ def refresh_ref(run: Run, step: int) -> None:
     per_step = run.cfg.prompts_per_step
     n = len(run.problems)
     if (step + 1) * per_step // n > step * per_step // n:
-        ref = run.ref.model.parameters()
-        policy = run.policy.model.parameters()
-        for old, new in zip(ref, policy, strict=True):
+        for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)
 
 
@@ -411,10 +409,9 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     if cfg.advantage == "group_mean_over_mean":
         found = "--advantage group_mean_over_mean with a negative score"
         dist.together(require, bool((scores >= 0).all()), found, "rewards from 0")
+    advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
-    else:
-        advantages = grpo.group_advantages(scores, cfg.advantage)
     advantages = advantages.flatten()
     keep = torch.ones(len(samples), dtype=torch.bool)
     if cfg.drop_uniform:
@@ -655,6 +652,7 @@ def policy_pack_loss(
 
     tokens, responses: numbers of tokens and responses in the loss of the whole update"""
     logp, entropy = model(p, cfg.temperature)
+    # Without old_logp, this is the step's only update (Config.needs_old_logp).
     old = logp.detach() if p.old_logp is None else p.old_logp
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
@@ -684,7 +682,7 @@ def policy_pack_loss(
         # 0 outside the mask, because there both log-probs are 0
         sums["kl"] = ppo.kl(logp, p.ref_logp, cfg.kl_estimator).sum()
         if cfg.kl_coef and not cfg.kl_in_reward:
-            # The same weights as in the policy's loss, because the same engine sampled the tokens.
+            # The same `correction` as in the policy's loss: the same engine sampled the tokens.
             kl = ppo.kl_loss(logp, old, p.ref_logp) * correction
             loss = loss + cfg.kl_coef * (kl * weights).sum()
     if cfg.entropy_coef:

@@ -282,7 +282,8 @@ class Rows(Cache):
         return out.flatten(1, 2)
 
     def split(self, token: Tensor, ended: bool) -> None:
-        """Give slots with one row and different tokens rows of their own. Drop the rows that no slot has.
+        """If slots that share a row have sampled different tokens, give each token a copy of the row. Drop
+        the rows that no slot uses.
 
         token (slots,): the last sampled tokens. ended: whether responses have ended"""
         slots = len(token)
@@ -582,7 +583,7 @@ class TorchEngine(Engine):
         seen = 0  # number of slots that have decoded since the last look
         while slots.responses:
             if slots.is_paged:
-                # The host looks at the steps before the last ones, so the GPU never waits for it.
+                # Copy the earlier steps' tokens while the GPU runs the next steps, so that it never waits.
                 read = slots.copy(seen)
                 self._decode(slots, temperature, top_p)
             else:

@@ -75,7 +75,7 @@ S3 = [("ckpt.py", "    _sync(final.parent)\n", "    _sync(final.parent)\n" + tol
 # Section 9: the reward has a second part.
 BREVITY = [("reward.py", "\nREWARD_PARTS = {\n", "\n" + told("def brevity("))]
 # Section 12: only the last layers are trained.
-OPTIMIZER = "        optimizer = None\n"
+OPTIMIZER = "        roles[who] = Role(who, model, None)\n"
 LAYERS = [("guard/start.py", OPTIMIZER, told("        model.requires_grad_(False)") + OPTIMIZER)]
 SUBSET = told("import random\n\nfrom grading")  # section 13: random rows of a data file
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
@@ -106,10 +106,10 @@ def test_a_change_takes_at_most_three_places():
 
 
 def test_the_documented_code_is_tested():
-    """This file uses all code blocks of docs/forking.md except eight, which other test files use."""
+    """This file uses all code blocks of docs/forking.md except nine, which other test files use."""
     elsewhere = [block for block in BLOCKS if block not in TAKEN]
     assert [re.search(r"def (\w+)", block)[1] for block in elsewhere] == [
-        "advantage", "judge", "limit", "respond", *["__init__"] * 3, "task"]
+        "advantage", "judge", "limit", "respond", *["__init__"] * 3, "task", "environment"]
 
 
 def become(folder: str) -> None:
