@@ -964,7 +964,9 @@ def run_command(function: Callable, prog: str) -> Any:
     with user_errors(prog):
         with tyro_errors(prog):  # hides stderr, so `function` must run later
             later = functools.partial(functools.partial, function)
-            call = tyro.cli(functools.wraps(function)(later), prog=prog)
+            # Without `description`, tyro would take the docstring of functools.partial.
+            about = inspect.getdoc(function).partition("\nArgs:")[0]
+            call = tyro.cli(functools.wraps(function)(later), prog=prog, description=about)
         return call()
 
 

@@ -692,8 +692,7 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
         cfg.engine_len <= known,
         f"{path} has {known:,} positions, and a prompt with its response may "
         f"take {cfg.engine_len:,}",
-        "smaller --max_response_len or --eval_response_len, "
-        f"--max_model_len {known}, or another --model",
+        "smaller --max_response_len and --eval_response_len, or another --model",
     )
 
 

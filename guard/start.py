@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, read_json, show
+from configs import Config, Say, UserError, read_json, require, show
 from data import Problem, Sample, Solved, fix_date, load_problems, set_arguments
 from engine import Engine
 from grading.worker import Grader
@@ -147,6 +147,11 @@ def load(
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say)
     cfg = cfg.with_steps(len(inputs.problems))
+    require(
+        cfg.profile is None or cfg.profile < cfg.steps,
+        f"--profile {cfg.profile} in a run of {cfg.steps} steps",
+        f"--profile 0 to {cfg.steps - 1}",
+    )
     case = case_of(cfg, world, len(inputs.problems))
     cfg = case.cfg
     facts = state_of(cfg, world, inputs, saved)

@@ -262,6 +262,8 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
                 row.append(f"{half_interval(numbers):.4f}")
+        if scores is first:
+            row[4:] = "", ""
         rows.append(row)
     return rows
 
@@ -290,6 +292,7 @@ def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
     body = "".join(" & ".join(row) + " \\\\\n" for row in rows)
     body = re.sub("([_%#])", r"\\\1", body)
     body = body.replace("±", r"$\pm$")
+    body = body.replace("--", "-{}-")  # "--" would be a dash
     text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
     to.write_text(text, encoding="utf-8")
 
