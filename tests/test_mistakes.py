@@ -108,7 +108,7 @@ ON_RANKS = {
     "no data": ("--data", "data"),
     "prompts that are too long": ("--max_prompt_len 2", "has more than 2 tokens"),
     "too long for the model": ("--max_response_len 600 --pack_len 4096", "has 512 positions, and a prompt w"),
-    "a step that never comes": ("--profile 9", "--profile 9 in a run of "),
+    "a step that never comes": ("--profile 1000", "--profile 1000 in a run of "),
     "a template without problem": ("--template bare.txt", "lacks {problem}; needed: "),
     "a template's name": ("--template qwen", "no template 'qwen'; needed: --template orz, plain, chat"),
     "no chat template": ("--template chat", "this tokenizer has no chat template; needed: "),
