@@ -435,6 +435,16 @@ def test_a_machine_with_too_little_memory_is_refused():
     assert "ranks of a machine share 32.0 GiB" in plan.shortage(hosts)
 
 
+@pytest.mark.parametrize("ranks,nodes,local", [(9, 3, 3), (11, 11, 1), (12, 2, 6), (16, 2, 8), (32, 4, 8)])
+def test_the_printed_command_starts_the_planned_number_of_ranks(ranks, nodes, local):
+    c = case("orz-7b", "--shard_ranks", "0", world=ranks)
+    words = plan.command(c, ["orz-7b", "--gpu", "H100", "--json"])
+    assert words.startswith(f"torchrun --nnodes {nodes} --nproc-per-node {local} ")
+    assert words.endswith(" train.py orz-7b") and plan.command(case("orz-7b"), []) == "python train.py "
+    assert ("network of a machine" in plan.plan_of(c)["run"]) and "network of a machine" not in plan.plan_of(
+        case("orz-7b", world=8))["run"]
+
+
 def test_the_command_prints_the_plan_at_once_and_without_torch():
     code = """if True:
         import sys, tools.plan

@@ -1239,8 +1239,9 @@ def plan_of(case: Case) -> Plan:
         plan["estimated seconds"] = _columns(_times(case, steps))
     if case.timed and case.world > 1:
         plan["network, full length"] = _network_rows(case)
-        machine = case.between * 8e-9 / LINK
-        plan["run"]["network of a machine"] = f"{machine:,.0f} Gb/s (--network)"
+        if case.world > case.local:
+            machine = case.between * 8e-9 / LINK  # of the link, not the share that NCCL reaches
+            plan["run"]["network of a machine"] = f"{machine:,.0f} Gb/s (--network)"
     return plan
 
 
@@ -1336,7 +1337,10 @@ def command(case: Case, words: Sequence[str]) -> str:
     flags = re.sub(r" --(gpu[= ]\S+|json)\b", "", f" {shlex.join(words)}")
     if case.world <= NODE:
         return f"python train.py{flags}"
-    ranks = f"--nnodes {case.world // case.local} --nproc-per-node {case.local}"
+    local = max(
+        n for n in range(1, NODE + 1) if case.world % n == 0
+    )  # torchrun starts as many on each
+    ranks = f"--nnodes {case.world // local} --nproc-per-node {local}"
     return f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py{flags}"
 
 
