@@ -218,8 +218,8 @@ def check_functions(cfg: Config) -> list[Term]:
             found = f"{spec!r} names no function in a file that exists"
             require(Path(file).is_file(), found, SPEC)
             text = Path(file).read_text(errors="ignore")
-            words = re.findall(r"\w+", text)
-            found = f"no {name!r}{nearest(name, words)} in {file}"
+            words = set(re.findall(r"\w+", text))
+            found = f"no {name!r}{nearest(name, sorted(words))} in {file}"
             require(name in words or "import *" in text, found, SPEC)
     return terms
 

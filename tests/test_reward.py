@@ -18,13 +18,13 @@ import pytest
 from conftest import ROOT, run, wait_until
 
 import reward
-from configs import UserError
+from configs import UserError, parse
 from data import Problem
 from grading import worker
 from grading.answers import extract_answer, grade
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
-from reward import think_then_answer
+from reward import check_functions, think_then_answer
 
 SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"
 
@@ -835,3 +835,13 @@ def marked_processes(mark):
         except OSError:
             continue
     return found
+
+
+def test_each_similar_name_of_a_users_file_is_named_once(tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text("def score(response, answer, kind):\n    return score_of(response) + score_of(answer)\n")
+    cfg = parse(["tiny-grpo", "--reward", f"{file}:scor"])
+    with pytest.raises(UserError, match=r"no 'scor' \(did you mean score or score_of\?\) in "):
+        check_functions(cfg)
+    (term,) = check_functions(parse(["tiny-grpo", "--reward", f"{file}:score"]))
+    assert term.custom == f"{file}:score"
