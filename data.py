@@ -663,7 +663,7 @@ def partition(
 # FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: one
 # token, outside the loss.
 EMPTY = np.zeros(0, np.int32)
-FILLER = Sample(0, 0, (0,), EMPTY, EMPTY, False, "", 0, in_loss=False)
+FILLER = Sample(0, 0, (0,), EMPTY, np.float32(EMPTY), False, "", 0, in_loss=False)
 
 
 def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
@@ -671,49 +671,51 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
 
     step: the step whose weights sampled the `fresh_tokens`; None: all loss tokens are fresh"""
     samples = samples or [FILLER]
-    columns = [_columns(s, step) for s in samples]
-    arrays = {}
-    for name in columns[0]:
-        arrays[name] = np.concatenate([c[name] for c in columns])
-    unique, inverse = unique_prefixes([c["tokens"].tolist() for c in columns])
-    lengths = [s.length for s in samples]
-    arrays |= dict(
-        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32),
-        loss_tokens=arrays["mask"].nonzero()[0],
-        fresh_tokens=arrays.pop("fresh").nonzero()[0],
-        unique=unique,  # a prompt that several samples share is computed once
+    segments = [[*s.prompt, *s.ids.tolist()] for s in samples]
+    lengths = np.array([s.length for s in samples])
+    cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
+    starts = cu_seqlens[:-1]
+    number = np.arange(cu_seqlens[-1])
+    positions = number - np.repeat(starts, lengths)
+    in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
+
+    def of_responses(values):  # prompt tokens get 0
+        flat = np.concatenate(values)
+        out = np.zeros(len(number), flat.dtype)
+        out[in_response] = flat
+        return out
+
+    sampled = of_responses([s.is_sampled for s in samples])
+    mask = sampled & np.repeat([s.in_loss for s in samples], lengths)
+    fresh = mask
+    if step is not None:
+        fresh = mask & (of_responses([s.token_versions for s in samples]) == step)
+    last = np.maximum.reduceat(sampled * number, starts)  # a segment's last sampled token, or 0
+    scores = np.array([s.score for s in samples])
+    rewards = np.zeros(len(number), np.float32)
+    rewards[last] = scores * (last > 0)
+    unique, inverse = unique_prefixes(
+        segments
+    )  # a prompt that several samples share is computed once
+    arrays = dict(
+        tokens=np.concatenate(segments),
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+        mask=mask,
+        loss_tokens=mask.nonzero()[0],
+        fresh_tokens=fresh.nonzero()[0],
+        engine_logp=of_responses([s.logp for s in samples]),
+        rewards=rewards,
+        # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
+        advantages=np.repeat(np.float32([s.advantage for s in samples]), lengths) * sampled,
+        prompt_share=np.repeat(np.float32([s.prompt_share for s in samples]), lengths),
+        unique=unique,
         inverse=inverse,
     )
     return Pack(
-        longest=max(lengths),
+        longest=int(lengths.max()),
         responses=sum(s.in_loss for s in samples),
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
-    )
-
-
-def _columns(s, step):
-    """Returns the values of a sample's tokens: field of Pack -> array (prompt and response)."""
-    outside = len(s.prompt)
-
-    def of_response(values):  # prompt tokens get 0
-        return np.concatenate([np.zeros(outside, values.dtype), values])
-
-    sampled = of_response(s.is_sampled)
-    mask = fresh = sampled & s.in_loss
-    if step is not None:
-        fresh = mask & (of_response(s.token_versions) == step)
-    rewards = np.zeros(s.length, np.float32)
-    rewards[sampled.nonzero()[0][-1:]] = s.score  # at the last sampled token
-    return dict(
-        tokens=np.concatenate([s.prompt, s.ids], dtype=np.int64),
-        positions=np.arange(s.length),
-        mask=mask,
-        fresh=fresh,
-        engine_logp=of_response(s.logp.astype(np.float32)),
-        rewards=rewards,
-        # Only sampled tokens have an advantage: not the prompt, and not the texts of an environment.
-        advantages=sampled * np.float32(s.advantage),
-        prompt_share=np.full(s.length, s.prompt_share, np.float32),
     )
 
 

@@ -53,6 +53,7 @@ class Response:
     logp: list[float] = field(default_factory=list)
     stopped: bool = False  # true if EOS or a stop string ended the response
     pages: list[int] = field(default_factory=list)  # the pages with its keys and values
+    start: int = 0  # the place of the prompt's first token in its page
 
     @property
     def read(self) -> int:
@@ -217,7 +218,8 @@ class Pages(Cache):
 
 class Rows(Cache):
     """A cache whose pages are rows: one holds a whole response. Slots share a row as long as their tokens are
-    equal, and the model computes it once. Example: slots 0 and 1 have the prompt `p q`, slot 2 has `r`:
+    equal, and the model computes it once. All prompts end at the same column, so a decoding step writes one
+    column. Example: slots 0 and 1 have the prompt `p q`, slot 2 has `r`:
 
         step   sampled tokens       rows of the cache (| separates rows)   rows of the slots (`table`)
         0      -                    p q | r                                0 0 1
@@ -233,6 +235,7 @@ class Rows(Cache):
         count = max(self.longest, len(self.table))
         self.numbers = torch.arange(count, device=self.table.device)
         self.rows = 0  # number of rows in use
+        self.column = 0  # the next decoding step writes this column of each row
 
     def admit(self, r: Response) -> bool:
         """Give `r` a row: the row of its prompt, if another response that is still unread has it."""
@@ -240,6 +243,9 @@ class Rows(Cache):
             if other.prompt == r.prompt:
                 r.pages = other.pages
                 return True
+        if self.rows == 0:  # the longest prompt comes first
+            self.column = r.read
+        r.start = self.column - r.read
         r.pages = [self.rows]
         self.rows += 1
         self.unread.append(r)
@@ -254,27 +260,25 @@ class Rows(Cache):
         row = self.table[:slots, 0]
         slot = row.new_empty(self.rows)
         slot.index_copy_(0, row, self.numbers[:slots])
-        position = position[slot]
-        self.end = int(position.max()) + 1
-        page = self.numbers[: self.rows]
-        self.at = (page, position)
-        tokens = self.numbers[: self.end]
-        self.distance = position[:, None] - tokens
-        self.masked = self.distance < 0
+        self.at = (slice(self.rows), self.column)
+        self.first = self.column - position[slot]  # the column of a row's first token
+        self.column += 1
         return slot, row
 
     def attend(self, layer, query, key, value, scaling, window=None):
         """See Pages.attend."""
         self.write(layer, key, value)
-        # (rows, Hkv, tokens, d)
-        keys, values = self.layers[layer][:, : self.rows, :, : self.end]
-        masked = self.masked
+        end = self.column
+        begin = 0
         if window:
-            masked = masked | (self.distance >= window)
+            begin = max(0, end - window)
+        # (rows, Hkv, columns, d)
+        keys, values = self.layers[layer][:, : self.rows, :, begin:end]
+        masked = self.numbers[begin:end] < self.first[:, None]
         # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
         query = query * scaling
         query = query.unflatten(1, (keys.shape[1], -1))
-        scores = query @ keys.mT  # (R, Hkv, H / Hkv, tokens)
+        scores = query @ keys.mT  # (R, Hkv, H / Hkv, columns)
         masked = masked[:, None, None]
         scores.masked_fill_(masked, -torch.inf)
         probs = scores.softmax(-1, torch.float32)
@@ -292,15 +296,22 @@ class Rows(Cache):
         row = self.table[:slots, 0]
         pair = row * self.vocabulary + token
         pair, new_row = pair.unique(return_inverse=True)
-        self.table[:slots, 0] = new_row
-        source = pair // self.vocabulary  # the old row of each new row
-        same = self.numbers[: self.rows]
-        if torch.equal(source, same):
-            return
+        source = pair // self.vocabulary  # the old row of each new row, in ascending order
         self.rows = len(source)
+        # To copy few rows, the first new row of an old row takes its place, if that place still exists.
+        stays = source < self.rows
+        stays[1:] &= source[1:] != source[:-1]
+        free = torch.ones_like(stays)
+        free[source[stays]] = False
+        free = free.nonzero()[:, 0]
+        place = source.masked_scatter(~stays, free)
+        self.table[:slots, 0] = place[new_row]
+        copied = source[~stays]
+        if len(copied) == 0:
+            return
         for cached in self.layers:
-            used = cached[:, :, :, : self.end]
-            used[:, : self.rows] = used[:, source]
+            used = cached[:, :, :, : self.column]
+            used[:, free] = used[:, copied]
 
 
 def head_size(config: Any) -> int:
@@ -370,13 +381,19 @@ class FusedDecoder:
     """Computes a decoding step. For the model types LLAMA_LIKE, it needs fewer operations than Policy.hidden,
     and so less time. For other model types, it calls Policy.hidden."""
 
-    def __init__(self, policy: Policy) -> None:
-        """Changes the storage of the weights, see `join`."""
+    def __init__(self, policy: Policy, positions: int) -> None:
+        """Changes the storage of the weights, see `join`. positions: the largest number of tokens"""
         self.policy = policy
         self.fused = policy.config.model_type in LLAMA_LIKE
         self.qkv = []  # weight and bias of each layer
         self.gate_up = []
         if self.fused:
+            like = policy.lm_head.weight
+            position = torch.arange(positions, device=like.device)
+            cos, sin = policy.model.rotary_emb(like, position[:, None])  # (positions, 1, d)
+            first, second = sin.chunk(2, -1)
+            self.cos = cos
+            self.sin = torch.cat([-first, second], -1)
             for layer in policy.model.layers:
                 attention = layer.self_attn
                 qkv = join(attention, "q_proj", "k_proj", "v_proj")
@@ -387,16 +404,15 @@ class FusedDecoder:
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
         last norm. tokens, positions: (R,)."""
-        positions = positions[:, None]
         if not self.fused:
             tokens = tokens[:, None]
+            positions = positions[:, None]
             hidden = self.policy.hidden(tokens, positions, cache=cache)
             return hidden[:, 0]
         model = self.policy.model
         x = F.embedding(tokens, model.embed_tokens.weight)
-        cos, sin = model.rotary_emb(x, positions)  # (R, 1, d)
-        first, second = sin.chunk(2, -1)
-        sin = torch.cat([-first, second], -1)
+        cos = self.cos[positions]  # (R, 1, d)
+        sin = self.sin[positions]
         for i, layer in enumerate(model.layers):
             attention = layer.self_attn
             mlp = layer.mlp
@@ -405,7 +421,7 @@ class FusedDecoder:
             normed = rms_norm(layer.post_attention_layernorm, x)
             both = F.linear(normed, *self.gate_up[i])
             gate, up = both.chunk(2, -1)
-            product = mlp.act_fn(gate) * up
+            product = mlp.act_fn(gate).mul_(up)
             x = x + mlp.down_proj(product)
         return rms_norm(model.norm, x)
 
@@ -541,7 +557,7 @@ class TorchEngine(Engine):
         super().__init__(path, tokenizer, cfg, device, dtype)
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
-        self.decoder = FusedDecoder(self.policy)
+        self.decoder = FusedDecoder(self.policy, cfg.engine_len)
         self.kernel = None
         self.page = 0  # tokens of a page; 0: rows
         # FlashAttention takes bf16 and fp16
@@ -608,9 +624,8 @@ class TorchEngine(Engine):
         like = self.policy.lm_head.weight
         if not self.page:
             count = min(count, len(waiting))
-            longest = max(len(r.prompt) + r.limit for r in waiting)
-
-            cache = Rows(self.config, count, longest, count, 1, like)
+            columns = max(r.read for r in waiting) + max(r.limit for r in waiting)
+            cache = Rows(self.config, count, columns, count, 1, like)
             return Slots(cache, look=1)
         if self.slots is None:
             width = math.ceil(self.cfg.engine_len / self.page)
@@ -686,6 +701,7 @@ class TorchEngine(Engine):
         tokens = []
         positions = []
         pages = []
+        places = []
         longest = 0
         cu_seqlens = [0]
         for r in pack:
@@ -695,13 +711,14 @@ class TorchEngine(Engine):
             positions += range(r.read)
             of_tokens = np.repeat(r.pages, cache.size)
             pages += of_tokens[: r.read].tolist()
+            places += range(r.start, r.start + r.read)
             longest = max(longest, r.read)
             cu_seqlens.append(len(tokens))
         if not tokens:
             return
-        values = np.array([tokens, positions, pages])
-        token, position, page = to_device(values, self.device)
-        cache.at = (page, position % cache.size)
+        values = np.array([tokens, positions, pages, places])
+        token, position, page, place = to_device(values, self.device)
+        cache.at = (page, place % cache.size)
         cu_seqlens = np.array(cu_seqlens, np.int32)
         cu_seqlens = to_device(cu_seqlens, self.device)
         self.policy.hidden(
@@ -773,14 +790,15 @@ class TorchEngine(Engine):
         kept = []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()
-        ids = ids.tolist()
+        steps = ids.shape[1]
         logp = recent[:, 1].tolist()
-        for slot in range(len(recent)):
+        of_slots = zip(ids.tolist(), logp, may_end, strict=True)
+        for slot, (new_ids, new_logp, may) in enumerate(of_slots):
             r = slots.responses[slot]
-            r.ids += ids[slot]
-            r.logp += logp[slot]
-            may = may_end[slot] or len(r.ids) >= r.limit
-            if may and self._ends(r, len(ids[slot])):
+            r.ids += new_ids
+            r.logp += new_logp
+            may = may or len(r.ids) >= r.limit
+            if may and self._ends(r, steps):
                 ended.append(r)
                 slots.cache.release(r)
             else:
