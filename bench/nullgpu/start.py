@@ -4,8 +4,9 @@
 
 bench/nullgpu/trainer.py explains NULLGPU. The run is GRPO with the shape of Qwen2.5-0.5B.
 
-Prints two JSON lines, "cold" (the caches of vLLM, Inductor and Triton are empty) and "warm". Their fields are
-CPU seconds of the start's parts. They include child processes, such as Inductor's.
+Prints three JSON lines: vLLM "cold" (the caches of vLLM, Inductor and Triton are empty) and "warm", and the
+PyTorch engine. Their fields are CPU seconds of the start's parts. They include child processes, such as
+Inductor's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench.common import arguments, say
 
 FLAGS = """orz-7b-grpo --template plain --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64
     --max_response_len 512 --max_model_len 0 --policy_updates 1 --eval_every 0 --engine_share 0.4
-    --max_num_seqs 256 --steps 6 --go --engine vllm""".split()
+    --max_num_seqs 256 --steps 6 --go""".split()
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
@@ -95,11 +96,12 @@ def main() -> None:
             build(model, "0.5b")
         words = [*FLAGS, "--model", model, "--data", f"{model}/train.jsonl"]
         caches = {name: f"{work}/{name}" for name in CACHES}
-        for kind in ("cold", "warm"):
-            command = [sys.executable, __file__, "--one", *words, "--out", f"{work}/{kind}"]
+        for kind, engine in (("cold", "vllm"), ("warm", "vllm"), ("warm", "torch")):
+            command = [sys.executable, __file__, "--one", *words, "--engine", engine,
+                       "--out", f"{work}/{kind}-{engine}"]
             output = subprocess.check_output(command, env=os.environ | caches, text=True)
             rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-            say({"bench": "nullgpu-start", "caches": kind} | rows[-1])
+            say({"bench": "nullgpu-start", "runs": engine, "caches": kind} | rows[-1])
 
 
 if __name__ == "__main__":
