@@ -741,10 +741,13 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         gathered += gathered / 2 / case.shards
     elif case.cfg.lora:  # for merging: copies of one matrix, some of them in fp32
         gathered = 8 * policy.hidden * policy.inner
+    copies = 0  # vLLM has the embedding, or the output layer, two more times (VLLMEngine.load)
+    if case.engine_sleeps:
+        copies = 2 * policy.vocab * policy.hidden
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
         "gathered weights": case.number * gathered + HOLES * case.base("policy"),
-        "engine weights": case.engine_weights,
+        "engine weights": case.engine_weights + case.number * copies,
     }
     instants = [
         ("sync", sync | _asleep(case)),
