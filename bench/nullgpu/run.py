@@ -137,8 +137,8 @@ def sampled_counts() -> None:
 
 
 def different_responses() -> None:
-    """Makes engines return random tokens. Otherwise all tokens are 0, so samples share the whole response, and
-    the trainer computes it once."""
+    """Makes engines return random tokens. Otherwise most tokens would be 0, so samples would share most of
+    their responses, and the trainer would compute these once."""
     sample = engine.Engine.sample
 
     def random_tokens(self, key, prompt, ids, *rest):
@@ -211,8 +211,8 @@ def one_process(argv: list[str]) -> None:
 
 
 def run(algo: str, steps: int, args: argparse.Namespace, model: str, out: Path) -> bool:
-    argv = [args.preset or PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl", "--out", str(out),
-            "--steps", str(steps), *FLAGS, *args.flags.split()]
+    argv = [args.preset or PRESETS[algo], "--model", model, "--data", f"{model}/train.jsonl",
+            "--out", str(out), "--steps", str(steps), *FLAGS, *args.flags.split()]
     say({"run": algo, "to_step": steps, "flags": " ".join([argv[0], *FLAGS, args.flags]).rstrip(),
          "size": args.size, "layers": args.layers})
     command = [sys.executable, "-m", "bench.nullgpu.run", "--one", *argv]
