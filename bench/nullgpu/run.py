@@ -92,7 +92,7 @@ class Phases:
     def tell(self, name: str) -> None:
         seen = nullgpu.counters()
         expected = self.synced if name == "sync" else self.asleep
-        if name in ("rollout", "eval", "before eval", "before rollout"):
+        if name in ("start/engine", "rollout", "eval", "before eval", "before rollout"):
             expected = self.awake
         memory = {"held": seen["used_gib"], "expected": expected, "peak": seen["peak_gib"]}
         if name in self.planned:
