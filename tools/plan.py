@@ -506,14 +506,10 @@ def settle(case: Case) -> Config:
     cfg = case.cfg
     shards = [cfg.shard_ranks]
     if cfg.shard_ranks == "auto":
-        shards = [case.local, 0]
-        if case.world % case.local:
-            shards = [0]
+        shards = [0] if case.world % case.local else [case.local, 0]
     places = [cfg.offload]
     if cfg.offload == "auto":
-        places = ["off", "on"]
-        if not case.gpu:
-            places = ["off"]
+        places = ["off", "on"] if case.gpu else ["off"]
     packs = _pack_lengths(case)
     for ranks, place in product(shards, places):
         found = {}  # config -> seconds of a step
@@ -558,8 +554,7 @@ def _leaves_room(case):
     """Returns whether the case fits, with the share HEADROOM of a GPU's memory left free."""
     if shortage(case):
         return False
-    machine = host_need(case)["machine"]
-    if machine > case.host > 0:
+    if host_need(case)["machine"] > case.host > 0:
         return False
     _, usage = fullest(case)
     limit = (1 - HEADROOM) * case.capacity
@@ -636,9 +631,7 @@ def _allocator_loss(case, shape, root, logits, kept):
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
     pieces = 4 * shape.layer + HOLES * kept
-    of_root = 0
-    if not case.cfg.lora:
-        of_root = 4 * root / case.shards
+    of_root = 0 if case.cfg.lora else 4 * root / case.shards
     if case.shards == 1:
         return pieces + max(of_root, logits / 2)
     # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
@@ -732,19 +725,21 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     The peak is at one of these instants. The phases: "sync" (the engine gets new weights), "rollout", "ref",
     "critic" and "policy"."""
     policy = case.models["policy"]
-    params = case.params["policy"]
     # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
     # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
-    root = params - policy.layers * policy.layer
+    root = case.params["policy"] - policy.layers * policy.layer
     gathered = 2 * max(root, policy.layer)
     if case.shards > 1:
         gathered += gathered / 2 / case.shards
     elif case.cfg.lora:  # for merging: copies of one matrix, some of them in fp32
         gathered = 8 * policy.hidden * policy.inner
+    # While vLLM loads the embedding, or the output layer, it has this matrix two more times
+    # (VLLMEngine.load). If both are tied, it also keeps the memory of an output layer.
+    copies = case.engine_sleeps * (2 + policy.tied) * policy.vocab * policy.hidden
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
         "gathered weights": case.number * gathered + HOLES * case.base("policy"),
-        "engine weights": case.engine_weights,
+        "engine weights": case.engine_weights + case.number * copies,
     }
     instants = [
         ("sync", sync | _asleep(case)),
@@ -775,9 +770,7 @@ def _with_total(case, usage):
     CUDA and idle state: the memory of CUDA and NCCL, plus the weights and AdamW's moments that are on the
         device but not counted in `usage`
     total: the sum of all items"""
-    idle = 0.0
-    if case.gpu:
-        idle = CUDA_CONTEXT + NCCL_BUFFERS
+    idle = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0.0
     if not case.offloads:
         counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
         idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
@@ -1077,7 +1070,7 @@ def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
     read = case.number * sum(case.params.values()) / case.shards
-    pinned = case.state if case.offloads else 0.0
+    pinned = case.offloads * case.state
     return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
 
 
