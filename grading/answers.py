@@ -57,36 +57,34 @@ KINDS = ("math", "choice", "exact")
 # --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
 # in the length of the text.
 
+
+
+def _table(*rows):
+    r"""Returns a dict. A row has pairs: a text, and what replaces it. After a command such as \le, the
+    replacement has a space. Without it, \le and x would make \lex."""
+    words = " ".join(rows).split()
+    ends = [word + " " * word[-1].isalpha() for word in words[1::2]]
+    return dict(zip(words[::2], ends, strict=True))
+
+
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
 STYLED = [
     ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
     ("[₀-₉]+", r"_{\g<0>}"),
     ("[¼½¾⅐-⅞]", r" \g<0>"),
+    ("[①-⑳]", r"\\textcircled{\g<0>}"),
     ("ℝ", r"\\mathbb{R}"),
 ]
-CHARACTERS = str.maketrans(
-    {
-        **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
-        **dict(
-            zip(
-                "π∞±≤≥≠∪∩∈∅θαβ",
-                re.findall(
-                    r"\S+ ",
-                    r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta ",
-                ),
-                strict=True,
-            )
-        ),
-        **dict.fromkeys(
-            '"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""
-        ),  # the last 8 are invisible
-        "°": r"^\circ ",
-        "€": r"\text{euros}",
-        "£": r"\text{pounds}",
-        "¢": r"\text{cents}",
-    }
+CHARACTERS = _table(
+    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+    r"∞ \infty ± \pm ≤ \le ≥ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ π \pi θ \theta",
+    r"α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho σ \sigma φ \phi ω \omega",
+    r"€ \text{euros} £ \text{pounds} ¢ \text{cents}",
 )
+# The last 8 are invisible.
+CHARACTERS |= dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', "")
+CHARACTERS = str.maketrans(CHARACTERS | {"~": " "})
 # Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
@@ -222,48 +220,44 @@ def readers(text: str) -> list[str]:
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
-    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}",
+    r"|\*\*(.+)\*\*|`+([^`]+)`+|\\(?:boxed|fbox) ?\{(.+?)\}?",
     re.DOTALL,
 )
 
-# Pairs of entries: a word, a sign or a command, then its common spelling.
-PAIRS = r"""
-    \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
-    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
-    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge \neq \ne \bar \overline \dot
-    \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
-    \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
-    \varphi \phi \dots \ldots \cdots \ldots
-    or ; and , to "to" percent \% percents \% infinity \infty tg \tan ctg \cot arctg \arctan
-    mod \pmod
-    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
-SPELLINGS = {
-    rf"\{name}": ""
-    for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
-    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark large Large
-    underline""".split()
-}
-SPELLINGS |= {
-    name: rf"\{name} "
-    for name in ("arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())
-}
+# A word, a sign or a command, and its common spelling.
+SPELLINGS = _table(
+    r"\lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt >",
+    r"\lbrace \{ \rbrace \} \langle ( \rangle ) \colon : {:} : \div / \times * \cdot *",
+    r"** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac \prime ' \Omega " + '"ohms"',
+    r"<= \le =< \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge",
+    r"!= \ne <> \ne \neq \ne \bar \overline \dot \overline \degree ^\circ",
+    r"\varnothing \emptyset \backslash \setminus \bigcup \cup \varphi \phi",
+    r"\over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod mod \pmod",
+    r"\lg \log_{10} \dots \ldots \cdots \ldots percent \% percents \% infinity \infty",
+    r'or ; and , 和 , и , или ; to "to" tg \tan ctg \cot arctg \arctan',
+    "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}",
+)
+STYLES = (
+    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm",
+    "textit mbox rm bf it limits hat vec overrightarrow checkmark large Large underline",
+)
+NAMES = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split()
+SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
+SPELLINGS |= {name: rf"\{name} " for name in NAMES}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= {
-    key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
-    for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)
-}
+SPELLINGS |= dict.fromkeys("such 故选 选 答案 答案是 答案为 ответ".split(), "")
 TOKEN = re.compile(
     r"""
     \\(?:begin|end)\{\w+\*?\}
   | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
       \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
   | \\mathbb\s*\{\w\}
-  | \\!\s*|\\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
-  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
+  | \\!\s*|\\\\|\{:\}|<[=>]|>=|=<|(?<![\d)])!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
+  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+|[^\W\d_A-Za-z]+)
 """,
     re.VERBOSE,
 )
-LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
+LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*|[^\W\d_A-Za-z]+")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [
@@ -280,12 +274,15 @@ TIDY = [
         (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
         (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
         (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
+        (r"\^ ?\{?('+)\}?", r"\1"),
+        (r"\\textcircled ?\{(\d+)\}", r',"circled \1",'),
+        (r"(?<=\d)\.(?=[/}])", ""),  # 3./2
         (
             r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"',
             r"\1\\frac{\2\\pi}{180}",
         ),
         (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-        (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
+        (r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)', r'\2 "choices \1"'),  # (B) 15
         (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
         (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
         (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
@@ -377,7 +374,11 @@ TIDY = [
             r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)',
             "",
         ),
-        (r"^(?:\\approx|=|:)+ ?", ""),
+        (r'^"(?!not?\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
+        (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
+        (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),
+        (r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$", r"\1=\3,\2=\4"),
+        (r"^(?:\\approx|[=:,])+ ?", ""),
     ]
 ]
 
@@ -419,6 +420,8 @@ def _is_word(match):
     not, each letter is a variable, as in `xy`."""
     text, word = match.string, match[0].lower()
     before, after = text[: match.start()], text[match.end() :][:1]
+    if not word.isascii():
+        return True
     if PLURAL.sub("", word) in ALIASES:
         return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
     if word in SPELLINGS:
@@ -462,12 +465,20 @@ class Reading(NamedTuple):
     parts: object = None
 
 
-UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
-    in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
-    ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
-    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; yuan; mph;
-    hz hertz; degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
-ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
+UNIT_NAMES = (
+    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米; m meter metre м 米;",
+    "km kilometer kilometre км 千米 公里; in inch inche; ft foot feet; yd yard; mi mile;",
+    "mg milligram; g gram г 克; kg kilogram кг 千克 公斤; lb pound; oz ounce; ton tonne т 吨;",
+    "s sec second 秒 секунд секунды; ms millisecond; min minute 分钟 минут минуты минута;",
+    "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月; l liter litre 升 л;",
+    "yr year 年 岁 год года лет; ml milliliter millilitre 毫升 мл; gal gallon; mph; hz hertz;",
+    "degree deg 度 градусов градуса; radian rad; dollar usd 美元 доллар доллара долларов;",
+    "cent; euro 欧元 евро; yuan 元; rouble ruble руб рубль рубля рублей; degc celsius; sq;",
+    "degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; unit; 个; 人; 种;",
+)
+ALIASES = {}
+for names in " ".join(UNIT_NAMES).split(";"):
+    ALIASES |= dict.fromkeys(names.split(), names.split()[0] if names.split() else "")
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
@@ -520,7 +531,7 @@ INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(
-    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}"
+    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)(?:[A-Za-z]|\\(?:alph|bet)a ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
@@ -758,7 +769,7 @@ def _read_text(text, depth):
     number, _, unit = text.partition('"')
     unit, number = '"' + unit, number.strip()
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
-    names = set(re.findall("[a-z]+", unit.lower()))
+    names = set(re.findall(r"[^\W\d_]+", unit.lower()))
     other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
     if alone or other or unit.count(" ") > 3:
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
@@ -766,6 +777,7 @@ def _read_text(text, depth):
     inside = read(number, depth)
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     free = any(noun.fullmatch(name) or name in ALIASES for name in names)
+    free = free and all(name.isascii() or name in ALIASES for name in names)
     return Reading("quantity", text, (inside, _unit(unit), free)) if names else inside
 
 
@@ -775,7 +787,7 @@ def _unit(text):
     text = text.lower().replace("per ", "/").replace("mph", "mi/h")
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
     text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
-    words = re.findall(r"[a-z']+|[2-9]|/", PLURAL.sub("", text))
+    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text))
     return tuple(ALIASES.get(word, word) for word in words)
 
 
@@ -914,7 +926,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
 
 
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
-PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
+PARAMETER = re.compile(r"(?<![a-z\\])([a-z])(?: ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]|\) ?=.*\1)")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 SIDE = re.compile(
@@ -1157,7 +1169,7 @@ def _parse(text):
         r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
     )  # [x] is the integer part
     # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
-    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
+    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|e(?=_))", r"\\mathcal{\1\2}", text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
