@@ -78,7 +78,7 @@ STYLED = [
 ]
 CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
-    r"∞ \infty ± \pm ≤ \le ≥ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ π \pi θ \theta",
+    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ π \pi θ \theta",
     r"α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho σ \sigma φ \phi ω \omega",
     r"€ \text{euros} £ \text{pounds} ¢ \text{cents}",
 )
@@ -234,7 +234,7 @@ SPELLINGS = _table(
     r"\varnothing \emptyset \backslash \setminus \bigcup \cup \varphi \phi",
     r"\over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod mod \pmod",
     r"\lg \log_{10} \dots \ldots \cdots \ldots percent \% percents \% infinity \infty",
-    r'or ; and , 和 , и , или ; to "to" tg \tan ctg \cot arctg \arctan',
+    r'or ; and , 和 , 且 , и , 或 ; или ; to "to" tg \tan ctg \cot arctg \arctan',
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}",
 )
 STYLES = (
@@ -245,7 +245,7 @@ NAMES = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
 SPELLINGS |= {name: rf"\{name} " for name in NAMES}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= dict.fromkeys("such 故选 选 答案 答案是 答案为 ответ".split(), "")
+SPELLINGS |= dict.fromkeys("such 故选 选 选项 共 共有 答案 答案是 答案为 ответ".split(), "")
 TOKEN = re.compile(
     r"""
     \\(?:begin|end)\{\w+\*?\}
@@ -473,7 +473,7 @@ UNIT_NAMES = (
     "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月; l liter litre 升 л;",
     "yr year 年 岁 год года лет; ml milliliter millilitre 毫升 мл; gal gallon; mph; hz hertz;",
     "degree deg 度 градусов градуса; radian rad; dollar usd 美元 доллар доллара долларов;",
-    "cent; euro 欧元 евро; yuan 元; rouble ruble руб рубль рубля рублей; degc celsius; sq;",
+    "cent; euro 欧元 евро; yuan 元; rouble ruble руб рубль рубля рублей; шт штук штуки; degc celsius; sq;",
     "degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; unit; 个; 人; 种;",
 )
 ALIASES = {}
@@ -554,7 +554,7 @@ SEPARATORS = {
 }
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
-PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
+PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
@@ -603,7 +603,7 @@ def _read_list(text, depth):
     if not found:
         if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
             return None
-        parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
+        parts = [PLUS_MINUS.sub(sign, text).replace("=+", "=") for sign in "+-"]
     elif not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
@@ -745,8 +745,10 @@ def _read_brackets(text, depth):
         return Reading("list", text, [e for part in different for e in _several(read(part, depth))])
     if left == "{" or len(parts) == 1 and left + right == "()":
         return read(inside.rstrip(" .,"), depth)
+    if not all(parts) or len(parts) == 1:
+        return None  # [x] is the integer part of x
     elements = [read(part, depth) for part in parts]
-    return Reading("tuple", text, (left + right, elements)) if all(parts) else None
+    return Reading("tuple", text, (left + right, elements))
 
 
 def _read_matrix(text, depth):
