@@ -58,13 +58,15 @@ KINDS = ("math", "choice", "exact")
 # in the length of the text.
 
 
-
 def _table(*rows):
-    r"""Returns a dict. A row has pairs: a text, and what replaces it. After a command such as \le, the
-    replacement has a space. Without it, \le and x would make \lex."""
-    words = " ".join(rows).split()
-    ends = [word + " " * word[-1].isalpha() for word in words[1::2]]
-    return dict(zip(words[::2], ends, strict=True))
+    r"""Returns a dict. A row has pairs: a text, and what replaces it. A replacement that ends with a letter
+    gets a space. Without it, \le and x would make \lex."""
+    found = {}
+    words = iter(" ".join(rows).split())
+    for word in words:
+        new = next(words)
+        found[word] = new + " " * new[-1].isalpha()
+    return found
 
 
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
@@ -466,28 +468,33 @@ class Reading(NamedTuple):
 
 
 UNIT_NAMES = (
-    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米; m meter metre м 米;",
-    "km kilometer kilometre км 千米 公里; in inch inche; ft foot feet; yd yard; mi mile;",
-    "mg milligram; g gram г 克; kg kilogram кг 千克 公斤; lb pound; oz ounce; ton tonne т 吨;",
-    "s sec second 秒 секунд секунды; ms millisecond; min minute 分钟 минут минуты минута;",
-    "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月; l liter litre 升 л;",
-    "yr year 年 岁 год года лет; ml milliliter millilitre 毫升 мл; gal gallon; mph; hz hertz;",
-    "degree deg 度 градусов градуса; radian rad; dollar usd 美元 доллар доллара долларов;",
-    "cent; euro 欧元 евро; yuan 元; rouble ruble руб рубль рубля рублей; шт штук штуки; degc celsius; sq;",
-    "degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; unit; 个; 人; 种;",
+    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米",
+    "m meter metre м 米; km kilometer kilometre км 千米 公里; in inch inche",
+    "ft foot feet; yd yard; mi mile; mg milligram; g gram г 克; lb pound",
+    "kg kilogram кг 千克 公斤; oz ounce; ton tonne т 吨; ms millisecond",
+    "s sec second 秒 секунд секунды; min minute 分钟 минут минуты минута",
+    "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月",
+    "yr year 年 岁 год года лет; l liter litre л 升; gal gallon; mph; hz hertz",
+    "ml milliliter millilitre мл 毫升; degree deg 度 градусов градуса",
+    "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
+    "euro 欧元 евро; rouble ruble руб рубль рубля рублей; шт штук штуки",
+    "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
+    "pa pascal; am; pm; sq; unit; 个; 人; 种",
 )
 ALIASES = {}
-for names in " ".join(UNIT_NAMES).split(";"):
-    ALIASES |= dict.fromkeys(names.split(), names.split()[0] if names.split() else "")
+for row in ";".join(UNIT_NAMES).split(";"):
+    names = row.split()
+    ALIASES |= dict.fromkeys(names, names[0])
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
-NO_UNIT = set(
-    """not no or on if is are was be it at by more less fewer than over under above
-    below about least most between times plus minus half halves third quarter from binary
-    base ten score gross dozen lakh crore hundred thousand basis greater maybe perhaps otherwise
-    modulo""".split()
+NO_UNIT = (
+    "not no or on if is are was be it at by more less fewer than over under above",
+    "below about least most between times plus minus half halves third quarter from",
+    "binary base ten score gross dozen lakh crore hundred thousand basis greater",
+    "maybe perhaps otherwise modulo",
 )
+NO_UNIT = set(" ".join(NO_UNIT).split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
@@ -509,12 +516,9 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,4
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-BASES = {
-    word: str(i)
-    for i, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve".split(), 2
-    )
-}
+BASES = _table(
+    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 twelve 12"
+)
 # What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
 ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
     |(?!not)[A-Za-z]{1,4}
@@ -542,8 +546,7 @@ SEPARATORS = {
     for name, pattern in {
         "list": "[,;]",
         "group": ";",
-        "union": r"\\cup ?",
-        "minus": r"\\setminus ?",
+        "union": r"\\(?:cup|setminus) ?",
         "ratio": ":",
         "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])",
         "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
@@ -613,39 +616,40 @@ def _read_list(text, depth):
         return _read_bounds(text, elements)
     if kinds == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
-        named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
+        named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
-        if len(bare := {ROOT.sub("", name) for name in names}) == 1:
+        bare = {ROOT.sub("", name) for name in names}
+        if len(bare) == 1:
             elements = [e for value in values for e in _several(value)]
             return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            return Reading(
-                "named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
-            )
+            value = Reading("tuple", text, ("=", values))
+            return Reading("named", text, (f"({','.join(names)})", value))
     return Reading("list", text, elements)
 
 
 def _several(reading):
     """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
     one element."""
-    return (
-        reading.parts
-        if reading.kind == "list" and not reading.text.startswith(r"\{")
-        else [reading]
-    )
+    if reading.kind == "list" and not reading.text.startswith(r"\{"):
+        return reading.parts
+    return [reading]
 
 
 def _read_bounds(text, elements):
     r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
     variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
     interval at 3 and begins another."""
-    cut = [r"\ne" in e.text for e in elements]
-    edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
-    if len(names) > 1 or not all(edges):
+    cuts = [_edges(e) for e in elements if r"\ne" in e.text]
+    others = [_edges(e) for e in elements if r"\ne" not in e.text]
+    if len(names) > 1 or not all(cuts + others):
         return None
-    return Reading("intervals", text, (names.pop(), sum(edges, REALS if all(cut) else [])))
+    edges = sum(others, []) or [cuts[0][0], cuts[0][-1]]
+    for cut in cuts:
+        edges += cut[1:-1]
+    return Reading("intervals", text, (names.pop(), edges))
 
 
 def _read_named(text, depth):
@@ -669,21 +673,23 @@ def _read_named(text, depth):
 def _read_union(text, depth):
     r"""Returns the Reading of a union (\cup) or a difference (\setminus) of intervals; None for any other
     text."""
-    parts, minus = _split(text, "minus")
-    if not minus:
-        parts, _ = _split(text, "union")
-    edges = [_edges(read(part, depth)) for part in parts] if len(parts) > 1 else []
-    if minus:
-        edges[1:] = [
-            [(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]
-        ]
-    return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
+    parts, signs = _split(text, "union")
+    if not signs:
+        return None
+    edges = []
+    for part, sign in zip(parts, ["", *signs], strict=True):
+        found = _edges(read(part, depth))
+        if not found:
+            return None
+        if sign == r"\setminus":
+            found = [(side.translate(OPPOSITE), value) for side, value in found]
+        edges += found
+    return Reading("intervals", text, (None, edges))
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
-SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # the interval of x<2 has the upper edge 2)
+SIDES = {"<": "()", r"\le": "[]"}  # the brackets of an end; 2<x\le3 is (2,3]
+FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def _read_inequality(text, depth):
@@ -692,33 +698,31 @@ def _read_inequality(text, depth):
     parts, signs = _split(text, "relation")
     if not signs:
         return None
-    first = len(parts) != 3 and NAME.fullmatch(parts[0])
-    if not first and (
-        len(parts) == 2 or signs[0] in (">", r"\ge")
-    ):  # 3>x is x<3, and 3>x>2 is 2<x<3
-        parts, signs = parts[::-1], [FLIPPED.get(sign, sign) for sign in signs[::-1]]
-    *low, name, high = parts
-    value = [read(high, depth)]
-    if len(low) > 1 or not NAME.fullmatch(name) or not all(parts):
-        edges = []
-    elif signs == [r"\ne"]:
-        edges = [*REALS, (")", value), ("(", value)]
-    elif low:
-        sides = SIDES.get(FLIPPED.get(signs[0]), "") + SIDES.get(signs[1], "")
-        edges = _edges(Reading("tuple", text, (sides, [read(low[0], depth), *value])))
-    else:
-        edges = [(SIDES[signs[0]], value), *(REALS[1:] if signs[0] in (">", r"\ge") else REALS[:1])]
-    return Reading("intervals", text, (name, edges)) if edges else Reading("equation", text)
+    if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
+        both = [_read_inequality(sign.join(parts), depth) for sign in "<>"]
+        return _read_bounds(text, both) if both[0].parts else Reading("equation", text)
+    if len(parts) == 2:  # x<3 is -\infty<x<3, and x>3 is \infty>x>3
+        place = 0 if NAME.fullmatch(parts[0]) else 2
+        smaller = signs[0] in SIDES
+        parts.insert(place, r"\infty" if smaller == (place > 0) else r"-\infty")
+        signs.insert(place, "<" if smaller else ">")
+    if signs[0] in FLIPPED:
+        parts.reverse()
+        signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
+    if len(parts) != 3 or not all(parts) or not NAME.fullmatch(parts[1]):
+        return Reading("equation", text)
+    first, last = (SIDES.get(sign, "  ") for sign in signs)
+    ends = [read(part, depth) for part in parts[::2]]
+    edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
+    return Reading("intervals", text, (parts[1], edges)) if edges else Reading("equation", text)
 
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
     [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
-    if kind == "intervals":
-        return parts[1]
-    if kind == "named":
-        return _edges(parts[1])
+    if kind in ("intervals", "named"):
+        return parts[1] if kind == "intervals" else _edges(parts[1])
     if kind == "list":
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
@@ -727,11 +731,9 @@ def _edges(reading):
     if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
         return []
     ends = [value.parts.value for value in parts[1] if value.kind == "number"]
-    return (
-        []
-        if ends != sorted({*ends})
-        else [(side, [value]) for side, value in zip(*parts, strict=True)]
-    )
+    if ends != sorted({*ends}):
+        return []
+    return [(side, [value]) for side, value in zip(*parts, strict=True)]
 
 
 def _read_brackets(text, depth):
@@ -993,29 +995,35 @@ def _same(answer, gold, prove):
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
-    if "chain" in kinds:
-        return _same_chain(answer, gold, prove)
-    if "named" in kinds:
-        return _same_named(answer, gold, prove)
-    if "quantity" in kinds:
-        return _same_quantity(answer, gold, prove)
-    if len(kinds) == 1 and answer.kind in COMPARE:
-        return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
-        a, b = (
-            r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
-            for r in (answer, gold)
-        )
+    for kind, same in COMPARE.items():
+        if kind in kinds:
+            return same(answer, gold, prove)
+    if len(kinds) == 1 and answer.kind in COMPARE_PARTS:
+        return COMPARE_PARTS[answer.kind](answer.parts, gold.parts, prove)
+    return _same_expression(answer, gold, prove)
+
+
+def _same_intervals(answer, gold, prove):
+    names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
+    a, b = _edges(answer), _edges(gold)
+    return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+
+
+def _same_list(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings are a list. {5} equals 5."""
+    if "tuple" in (answer.kind, gold.kind):
+        # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
+        a, b = (_as_tuple(reading) for reading in (answer, gold))
         if "=" in (a[0], b[0]):
             return _same_tuple(a, b, prove)
-    if "intervals" in kinds:
-        names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
-        a, b = _edges(answer), _edges(gold)
-        return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
-    if "list" in kinds:  # {5} equals 5
-        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
-        return _unordered(a, b, prove)
-    return _same_expression(answer, gold, prove)
+    a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
+    return _unordered(a, b, prove)
+
+
+def _as_tuple(reading):
+    if reading.kind == "tuple":
+        return reading.parts
+    return "=" if "}=" in reading.text else ",", reading.parts
 
 
 def _squeeze(text):
@@ -1130,21 +1138,29 @@ def _unordered(answer, gold, prove, same=_same):
     """Returns whether the lists `answer` and `gold` have the same parts in any order. If one list has a
     single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
     result depends on parts for which `same` returns None."""
-    table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
-        return 1 in (len(answer), len(gold)) and _all(sum(table, []))
-    left = set(range(len(gold)))
-    for verdicts in table:
-        found = next((i for i in left if verdicts[i]), None)
-        if found is None:
-            return None if None in [verdicts[i] for i in left] else False
-        left.remove(found)
+        alone = 1 in (len(answer), len(gold))
+        return alone and _all([same(a, b, prove) for a in answer for b in gold])
+    left = list(answer)
+    for b in gold:
+        verdicts = [same(a, b, prove) for a in left]
+        if True not in verdicts:
+            return None if None in verdicts else False
+        left.pop(verdicts.index(True))
     return True
 
 
+# Kinds of which one of the two Readings suffices; the first that is there decides
 COMPARE = {
+    "chain": _same_chain,
+    "named": _same_named,
+    "quantity": _same_quantity,
+    "intervals": _same_intervals,
+    "list": _same_list,
+}
+# Kinds that both Readings must have
+COMPARE_PARTS = {
     "number": _same_number,
-    "list": _unordered,
     "tuple": _same_tuple,
     "text": lambda a, b, _: a == b,
 }
@@ -1171,7 +1187,9 @@ def _parse(text):
         r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
     )  # [x] is the integer part
     # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
-    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|e(?=_))", r"\\mathcal{\1\2}", text)
+    text = re.sub(
+        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|e(?=_))", r"\\mathcal{\1\2}", text
+    )
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
