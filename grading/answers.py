@@ -80,13 +80,13 @@ STYLED = [
 ]
 CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
-    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ π \pi θ \theta",
-    r"α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho σ \sigma φ \phi ω \omega",
-    r"€ \text{euros} £ \text{pounds} ¢ \text{cents}",
+    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
+    r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
+    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents}",
 )
-# The last 8 are invisible.
-CHARACTERS |= dict.fromkeys('"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', "")
-CHARACTERS = str.maketrans(CHARACTERS | {"~": " "})
+INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
+CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
+CHARACTERS = str.maketrans(CHARACTERS)
 # Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
@@ -229,36 +229,37 @@ DELIMITED = re.compile(
 # A word, a sign or a command, and its common spelling.
 SPELLINGS = _table(
     r"\lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt >",
-    r"\lbrace \{ \rbrace \} \langle ( \rangle ) \colon : {:} : \div / \times * \cdot *",
-    r"** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac \prime ' \Omega " + '"ohms"',
-    r"<= \le =< \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge",
-    r"!= \ne <> \ne \neq \ne \bar \overline \dot \overline \degree ^\circ",
-    r"\varnothing \emptyset \backslash \setminus \bigcup \cup \varphi \phi",
-    r"\over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod mod \pmod",
-    r"\lg \log_{10} \dots \ldots \cdots \ldots percent \% percents \% infinity \infty",
-    r'or ; and , 和 , 且 , и , 或 ; или ; to "to" tg \tan ctg \cot arctg \arctan',
-    "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}",
+    r"\lbrace \{ \rbrace \} \langle ( \rangle ) \colon : {:} : \div / \times *",
+    r"\cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac \prime ' <= \le",
+    r"=< \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne <> \ne",
+    r"\neq \ne \bar \overline \dot \overline \degree ^\circ \varnothing \emptyset",
+    r"\backslash \setminus \bigcup \cup \varphi \phi \over \infix_frac \mod \pmod",
+    r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
+    r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
+    r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
+    "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
+    "trillion *10^{12}",
 )
 STYLES = (
-    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text textbf textrm",
-    "textit mbox rm bf it limits hat vec overrightarrow checkmark large Large underline",
+    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
+    "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
+    "large Large underline",
 )
-NAMES = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split()
+FUNCTIONS = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta"
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
-SPELLINGS |= {name: rf"\{name} " for name in NAMES}
+SPELLINGS |= {name: rf"\{name} " for name in FUNCTIONS.split()}
 SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= dict.fromkeys("such 故选 选 选项 共 共有 答案 答案是 答案为 ответ".split(), "")
-TOKEN = re.compile(
-    r"""
-    \\(?:begin|end)\{\w+\*?\}
-  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
-      \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
-  | \\mathbb\s*\{\w\}
-  | \\!\s*|\\\\|\{:\}|<[=>]|>=|=<|(?<![\d)])!=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
-  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+|[^\W\d_A-Za-z]+)
-""",
-    re.VERBOSE,
+# Words that say nothing; the others mean "choose" and "answer"
+SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
+TOKENS = (
+    r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
+    r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
+    r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
+    r"\\\\|\{:\}|<[=>]|>=|=<|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
+    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+",
+    r"[^\W\d_A-Za-z]+)",  # a word of another script
 )
+TOKEN = re.compile("|".join(TOKENS))
 LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*|[^\W\d_A-Za-z]+")  # a word inside \text{}
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
@@ -519,17 +520,18 @@ VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split
 BASES = _table(
     "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 twelve 12"
 )
-# What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
-    |(?!not)[A-Za-z]{1,4}
-    |"(?!half|twice|not)[^"]*")
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
-    (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
-  | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
-NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
-NAME_FRACTION = re.compile(
-    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE
+# What may stand before `=`
+NAMES = (
+    r"(?:(?:(?:m ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
+    r'(?!not)[A-Za-z]{1,4}|"(?!half|twice|not)[^"]*")(?: ?"?[A-Z]{1,4}"?)?'  # x, ABC, "a"
+    r"(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?"  # a_{1}, f'
+    r"(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?",  # f(x), E[X]
+    r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
+    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\))",  # (r,\theta)
 )
+ONE_NAME = "|".join(NAMES)
+NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*")  # also the ratio AB:CD
+NAME_FRACTION = re.compile(rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
@@ -1251,59 +1253,75 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 @lru_cache(4096)
 def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
-    from sympy import Abs, Add, Expr, I, Mul, denom, flatten, numer
+    from sympy import Expr
 
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        value = node.doit()
-        if len(Add.make_args(value)) < sum(
-            len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)
-        ):
-            found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
-        # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
-        base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
-        bases = flatten([base], cls=Mul)
-        numbers = [f for f in bases if f.is_number and abs(f) != 1]
-        done = (
-            node.is_Atom
-            or node.is_Add
-            or node.is_Mul
-            or node.is_Pow
-            and (node.exp == -1 and node.base.is_integer)
-        )
-        twice = any(f.is_Pow and f.exp.is_integer and f.exp != -1 for f in bases)  # (x^2)^3
-        if not done and (
-            twice
-            or value.is_rational
-            or any(f.is_rational or not f.is_Atom for f in numbers)
-            or value.is_number
-            and (node.has(I) or isinstance(node, Abs))
-        ):
-            found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
-        # The factors of 1/(ab) are 1/a and 1/b.
-        factors = [
-            x
-            for f in flatten([node], cls=Mul)
-            for x in (
-                [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f]
-            )
-        ]
-        numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-        powers = [f.as_base_exp() for f in factors if not f.is_rational]
-        divides = -1 in (exp for _, exp in powers)
-        bases = [base for base, exp in powers if exp != 1 or divides]
-        # A product is unfinished if two of its numbers have numerators other than 1 and -1 (2\cdot3x), if two
-        # have such denominators, if its numbers give an integer (4\pi/2), or if a base comes twice (x^2/x).
-        tops, bottoms = (
-            [n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom)
-        )
-        if (
-            len(tops) > 1
-            or len(bottoms) > 1
-            or tops
-            and bottoms
-            and Mul(*numbers).is_integer
-            or len({*bases}) < len(bases)
-        ):
+        if _has_sum(node):
+            found.add("sum")
+        if _has_power(node):
+            found.add("power")
+        if _has_product(node):
             found.add("product")
     return found
+
+
+def _has_sum(node):
+    """Returns whether the value has fewer terms: 2x+3x and 5x-(2x-1)."""
+    from sympy import Add, flatten
+
+    terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+    return len(Add.make_args(node.doit())) < sum(map(len, terms))
+
+
+def _has_power(node):
+    r"""Returns whether a node is a power to multiply out, such as 2^3, (2x)^3, (1+\sqrt2)^3 or (x^2)^3, or
+    another calculation of a number, such as 5! or |1-\sqrt2|."""
+    from sympy import Abs, I, Mul, flatten
+
+    if node.is_Atom or node.is_Add or node.is_Mul:
+        return False
+    value = node.doit()
+    bases = []
+    if node.is_Pow and node.exp == -1:
+        if node.base.is_integer:
+            return False
+    elif node.is_Pow and node.exp.is_integer:
+        bases = flatten([node.base], cls=Mul)
+    for base in bases:
+        if base.is_Pow and base.exp.is_integer and base.exp != -1:
+            return True
+        if base.is_number and abs(base) != 1 and (base.is_rational or not base.is_Atom):
+            return True
+    return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
+
+
+def _has_product(node):
+    r"""Returns whether a node is an unfinished product: two of its numbers have numerators other than 1 and
+    -1 (2\cdot3x), or two have such denominators, or its numbers give an integer (4\pi/2), or a base comes
+    twice (x^2/x)."""
+    from sympy import I, Mul, denom, numer
+
+    factors = list(_factors(node))
+    numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
+    tops = [number for number in numbers if numer(number) not in (1, -1)]
+    bottoms = [number for number in numbers if denom(number) not in (1, -1)]
+    if len(tops) > 1 or len(bottoms) > 1:
+        return True
+    if tops and bottoms and Mul(*numbers).is_integer:
+        return True
+    powers = [f.as_base_exp() for f in factors if not f.is_rational]
+    divides = -1 in [exponent for _, exponent in powers]
+    bases = [base for base, exponent in powers if exponent != 1 or divides]
+    return len({*bases}) < len(bases)
+
+
+def _factors(node):
+    """Yields the factors of a product. The factors of 1/(ab) are 1/a and 1/b."""
+    from sympy import Mul, flatten
+
+    for factor in flatten([node], cls=Mul):
+        if factor.is_Pow and factor.exp == -1:
+            yield from (1 / part for part in flatten([factor.base], cls=Mul))
+        else:
+            yield factor
