@@ -116,8 +116,10 @@ def extract_answer(text: str) -> str | None:
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
-        if opened and (boxes := _boxes(inside)):
-            return inside[slice(*boxes[-1][1:3])].strip() or None
+        boxes = _boxes(inside)
+        if opened and boxes:
+            _, start, end, _ = boxes[-1]
+            return inside[start:end].strip() or None
     return None
 
 
@@ -129,11 +131,13 @@ def _boxes(text):
     found, stack = [], []
     for match in BRACE.finditer(text):
         if match[1]:
-            stack.append((match.start(), match.end()))
+            stack.append(match.span())
         elif match[2] == "{":
             stack.append(None)
-        elif match[2] and stack and (box := stack.pop()):
-            found.append((*box, match.start(), match.end()))
+        elif match[2] and stack:
+            box = stack.pop()
+            if box:
+                found.append((*box, *match.span()))
     return sorted(found)
 
 
@@ -146,14 +150,16 @@ def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
     are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
     is graded as one answer, so a response can't win by offering several."""
-    text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
-    parts, start = [], None
-    for box in reversed(_boxes(text)):
-        gap = text[box[3] : start]
-        if parts and (box[3] > start or not BETWEEN_BOXES.fullmatch(gap)):
-            break
-        parts.insert(0, text[box[1] : box[2]].strip())
-        start = box[0]
+    text = _after_thought(text).replace(r"\fbox", r"\boxed")
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    parts, next_start = [], None
+    for start, inside, inside_end, end in reversed(_boxes(text)):
+        if parts:
+            gap = text[end:next_start]
+            if end > next_start or not BETWEEN_BOXES.fullmatch(gap):
+                break
+        parts.insert(0, text[inside:inside_end].strip())
+        next_start = start
     return "; ".join(parts)
 
 
@@ -161,7 +167,9 @@ def _stated(text):
     r"""Returns the rest of the line after the last `answer is` or `answer:`. If the rest of the line has a
     \boxed{}, returns only the content of the box. Returns "" if there is no such line."""
     *before, rest = STATED.split(text)
-    line = rest.strip(" *\t").partition("\n")[0].partition("</answer>")[0] if before else ""
+    if not before:
+        return ""
+    line = re.split("\n|</answer>", rest.strip(" *\t"))[0]
     # Responses in Minerva's format end with ". I hope it is correct."
     return _boxed(line) or line.partition(". I hope")[0].strip(" *")
 
@@ -173,7 +181,8 @@ def _answer_tag(text):
 
 
 def _dapo(text):
-    lines = [line for line in _after_thought(text).splitlines() if line.strip()]
+    text = _after_thought(text)
+    lines = [line for line in text.splitlines() if line.strip()]
     return _stated("\n".join(lines[-2:]))
 
 
@@ -185,7 +194,13 @@ def _plain(text):
 
 
 def _last(pattern):
-    return lambda text: (pattern.findall(_plain(_after_thought(text))) or [""])[-1]
+    """Returns a function that returns the last match of a pattern in a text."""
+
+    def last(text):
+        found = pattern.findall(_plain(_after_thought(text)))
+        return found[-1] if found else ""
+
+    return last
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -261,6 +276,17 @@ TOKENS = (
 )
 TOKEN = re.compile("|".join(TOKENS))
 LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*|[^\W\d_A-Za-z]+")  # a word inside \text{}
+
+
+def _digits(match):
+    return re.sub(r"\D", "", match[0])
+
+
+def _system(match):
+    r"""Returns the rows of a system of equations as a list: \begin{cases}x=1\\y=2\end{cases} as x=1,y=2."""
+    return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
+
+
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [
@@ -292,17 +318,14 @@ TIDY = [
         (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
         (
-            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
-            lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", "")),
-        ),  # a system of equations
-        (r"(\d)\{,\}(?=\d{3})", r"\1"),
-        (
-            r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
-            r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])",
-            lambda m: m[0].replace(",", ""),
+            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
+            _system,
         ),
+        (r"(\d)\{,\}(?=\d{3})", r"\1"),
+        (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", _digits),
+        (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", _digits),
         (r"\s+", " "),
-        (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
+        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", _digits),
         (r'" ?"', " "),
         (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
         (r" (?=\\)", ""),
@@ -328,12 +351,12 @@ TIDY = [
         (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
         (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
         (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
-        (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+        # {x | x>2} and {(x,y) | x+y=1}
+        (r"^\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),
         (
             r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$",
             r"\1,\2",
         ),  # {2k | k in Z}
-        (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
         (
             r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
@@ -396,18 +419,18 @@ def normalise(text: str) -> str:
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, _plain(text)).strip()
     for pattern, new in TIDY:
-        if pattern.search(
-            text
-        ):  # most patterns don't match, and then `search` is faster than `sub`
+        # Most patterns don't match. Then `search` is faster than `sub`.
+        if pattern.search(text):
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
 
 def _token(match):
     if match["text"] is not None:
-        single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
+        if match["text"] in ("e", "i", "d") and match["font"].startswith("math"):
+            return match["text"]
         text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
-        return text if single else LETTERS.sub(_quoted, text)
+        return LETTERS.sub(_quoted, text)
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
     return SPELLINGS.get(match[0].rstrip(), match[0])
@@ -421,16 +444,17 @@ def _quoted(match):
 def _is_word(match):
     r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
     not, each letter is a variable, as in `xy`."""
-    text, word = match.string, match[0].lower()
-    before, after = text[: match.start()], text[match.end() :][:1]
+    word = match[0].lower()
+    before = match.string[: match.start()]
     if not word.isascii():
         return True
     if PLURAL.sub("", word) in ALIASES:
         return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
     if word in SPELLINGS:
         return True
-    glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
-    return not glued and (len(word) > 2 or word in NO_UNIT)
+    if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", match.string[match.end() :]):
+        return False
+    return len(word) > 2 or word in NO_UNIT
 
 
 # --- read: finds the type of a text, and splits the text into its parts
@@ -452,7 +476,7 @@ class Reading(NamedTuple):
                     The word `cm` looks like a unit; the word `nearly` does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
-                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
+                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix 2 2" for two rows of two cells
         intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
                     number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
@@ -608,11 +632,14 @@ def _read_list(text, depth):
     if not found:
         if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
             return None
-        parts = [PLUS_MINUS.sub(sign, text).replace("=+", "=") for sign in "+-"]
-    elif not all(parts):
+        parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
+        parts[0] = parts[0].replace("=+", "=")
+    if not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-    elements = [e for part in parts for e in _several(read(part, depth))]
+    elements = []
+    for part in parts:
+        elements += _several(read(part, depth))
     kinds = {e.kind for e in elements}
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
         return _read_bounds(text, elements)
@@ -624,7 +651,8 @@ def _read_list(text, depth):
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
             elements = [e for value in values for e in _several(value)]
-            return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
+            value = Reading("list", text, elements)
+            return Reading("named", text, (bare.pop(), value))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
             value = Reading("tuple", text, ("=", values))
             return Reading("named", text, (f"({','.join(names)})", value))
@@ -648,7 +676,9 @@ def _read_bounds(text, elements):
     others = [_edges(e) for e in elements if r"\ne" not in e.text]
     if len(names) > 1 or not all(cuts + others):
         return None
-    edges = sum(others, []) or [cuts[0][0], cuts[0][-1]]
+    edges = sum(others, [])
+    if not others:
+        edges = [cuts[0][0], cuts[0][-1]]
     for cut in cuts:
         edges += cut[1:-1]
     return Reading("intervals", text, (names.pop(), edges))
@@ -661,7 +691,8 @@ def _read_named(text, depth):
     *names, value = parts
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
-        return Reading("named", text, (name, read(text[len(parts[0] + found[0]) :].strip(), depth)))
+        right = text[len(parts[0] + found[0]) :].strip()
+        return Reading("named", text, (name, read(right, depth)))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
@@ -700,9 +731,10 @@ def _read_inequality(text, depth):
     parts, signs = _split(text, "relation")
     if not signs:
         return None
+    other = Reading("equation", text)
     if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
         both = [_read_inequality(sign.join(parts), depth) for sign in "<>"]
-        return _read_bounds(text, both) if both[0].parts else Reading("equation", text)
+        return _read_bounds(text, both) if both[0].parts else other
     if len(parts) == 2:  # x<3 is -\infty<x<3, and x>3 is \infty>x>3
         place = 0 if NAME.fullmatch(parts[0]) else 2
         smaller = signs[0] in SIDES
@@ -712,11 +744,11 @@ def _read_inequality(text, depth):
         parts.reverse()
         signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
     if len(parts) != 3 or not all(parts) or not NAME.fullmatch(parts[1]):
-        return Reading("equation", text)
+        return other
     first, last = (SIDES.get(sign, "  ") for sign in signs)
     ends = [read(part, depth) for part in parts[::2]]
     edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
-    return Reading("intervals", text, (parts[1], edges)) if edges else Reading("equation", text)
+    return Reading("intervals", text, (parts[1], edges)) if edges else other
 
 
 def _edges(reading):
@@ -730,10 +762,10 @@ def _edges(reading):
         return sum(edges, []) if all(edges) else []
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
-    if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
+    if kind != "tuple" or not re.fullmatch(r"[\[(][\])]", parts[0]):
         return []
     ends = [value.parts.value for value in parts[1] if value.kind == "number"]
-    if ends != sorted({*ends}):
+    if len(parts[1]) != 2 or ends != sorted({*ends}):
         return []
     return [(side, [value]) for side, value in zip(*parts, strict=True)]
 
@@ -745,8 +777,10 @@ def _read_brackets(text, depth):
     left, inside, right = match.groups()
     parts, _ = _split(inside, "list")
     if left == r"\{":
-        different = dict.fromkeys(parts)  # a set: {2,2} is {2}
-        return Reading("list", text, [e for part in different for e in _several(read(part, depth))])
+        elements = []
+        for part in dict.fromkeys(parts):  # a set: {2,2} is {2}
+            elements += _several(read(part, depth))
+        return Reading("list", text, elements)
     if left == "{" or len(parts) == 1 and left + right == "()":
         return read(inside.rstrip(" .,"), depth)
     if not all(parts) or len(parts) == 1:
@@ -759,9 +793,11 @@ def _read_matrix(text, depth):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
-    rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
-    shape = f"{kind.strip('pbB')}matrix {[*map(len, rows)]}"
-    cells = [read(cell, depth) for row in rows for cell in row]
+    shape, cells = kind.strip("pbB") + "matrix", []
+    for row in filter(None, _split(inside, "row")[0]):
+        found, _ = _split(row, "cell")
+        shape += f" {len(found)}"
+        cells += [read(cell, depth) for cell in found]
     return Reading("tuple", text, (shape, cells))
 
 
@@ -772,19 +808,22 @@ def _read_text(text, depth):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
         return None
-    number, _, unit = text.partition('"')
-    unit, number = '"' + unit, number.strip()
+    number = text.partition('"')[0].strip()
+    unit = text[text.index('"') :]
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
     names = set(re.findall(r"[^\W\d_]+", unit.lower()))
     other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
     if alone or other or unit.count(" ") > 3:
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        return Reading("text", text, NOUNS.sub(r"\1", ARTICLE.sub("", words)))
+        words = NOUNS.sub(r"\1", ARTICLE.sub("", words))
+        return Reading("text", text, words)
     inside = read(number, depth)
+    if not names:
+        return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
-    free = any(noun.fullmatch(name) or name in ALIASES for name in names)
-    free = free and all(name.isascii() or name in ALIASES for name in names)
-    return Reading("quantity", text, (inside, _unit(unit), free)) if names else inside
+    unknown = names - ALIASES.keys()
+    free = len(unknown) < len(names) or any(map(noun.fullmatch, names))
+    return Reading("quantity", text, (inside, _unit(unit), free and all(map(str.isascii, unknown))))
 
 
 def _unit(text):
@@ -792,7 +831,8 @@ def _unit(text):
     and `"m"^{2}` both give ("m", "2")."""
     text = text.lower().replace("per ", "/").replace("mph", "mi/h")
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
-    text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
+    text = re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text)
+    text = re.sub(r"\bcubic (\w+)", r"\1 3", text)
     words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text))
     return tuple(ALIASES.get(word, word) for word in words)
 
@@ -815,24 +855,29 @@ def _number(text):
     other text, also for a fraction whose value is an integer, such as 84/2.
 
     A fraction may end with a percent sign. In decimals, `normalise` has replaced the sign by *10^{-2}."""
-    if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
+    if text.startswith("10^"):
+        text = "1*" + text
+    if match := DECIMAL.fullmatch(text):
         sign, whole, places, repeated, power = match.groups("")
-        value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")
+        power = int(power or 0)
+        value = Fraction(f"{sign}0{whole}.{places}0e{power}")
         if repeated:
-            end = Fraction(f"{sign}{repeated}e{int(power or 0) - len(places)}")
+            end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
-        return Number(value, max(len(places) - int(power or 0), 0) if places else None)
-    hundred = 100 if text.endswith(r"\%") else 1
-    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text.removesuffix(r"\%")))):
+        return Number(value, max(len(places) - power, 0) if places else None)
+    fraction = text.removesuffix(r"\%")
+    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", fraction))
+    if not match:
         return None
-    sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
+    sign, *digits = match.groups("0")
+    whole, top, bottom = map(int, digits)
     if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
-    if (
-        ":" in text and Fraction(top, bottom).denominator < bottom
-    ):  # may be a time: 2:30 is not 1:15
+    value = Fraction(top, bottom)
+    if ":" in text and value.denominator < bottom:  # may be a time: 2:30 is not 1:15
         return None
-    return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
+    value = (whole + value) * int(sign + "1")
+    return Number(value if fraction == text else value / 100, None)
 
 
 # --- equality
@@ -1005,6 +1050,10 @@ def _same(answer, gold, prove):
     return _same_expression(answer, gold, prove)
 
 
+def _parts(reading, kind, other):
+    return reading.parts if reading.kind == kind else other
+
+
 def _same_intervals(answer, gold, prove):
     names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
     a, b = _edges(answer), _edges(gold)
@@ -1018,7 +1067,8 @@ def _same_list(answer, gold, prove):
         a, b = (_as_tuple(reading) for reading in (answer, gold))
         if "=" in (a[0], b[0]):
             return _same_tuple(a, b, prove)
-    a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
+    a = _parts(answer, "list", [answer])
+    b = _parts(gold, "list", [gold])
     return _unordered(a, b, prove)
 
 
@@ -1048,12 +1098,13 @@ def _same_expression(answer, gold, prove):
 
 
 def _variables(text):
-    return {s for s in SYMBOL.findall(text) if len(s) == 1 and s not in "ei"}
+    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1} - {"e", "i"}
 
 
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
-    (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
+    name, a = _parts(answer, "named", (None, answer))
+    needed, b = _parts(gold, "named", (None, gold))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     other = (
         name
@@ -1084,7 +1135,8 @@ def _same_chain(answer, gold, prove):
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
-    same = rounds or _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    needed, *_ = _parts(gold, "chain", [gold])
+    same = rounds or _same(value, needed, prove)
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
@@ -1104,9 +1156,8 @@ def _all(verdicts):
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
     unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
-    (a, unit, free), (b, needed, _) = (
-        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold)
-    )
+    a, unit, free = _parts(answer, "quantity", (answer, None, True))
+    b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
     if unit and (unit != needed if needed else not free):
@@ -1122,7 +1173,9 @@ def _same_number(answer, gold, prove):
     # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
     # one part in a million.
     difference = abs(a - b)
-    return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(abs(a), abs(b))
+    if difference * 10 ** min(places) >= 1:
+        return False
+    return difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):
