@@ -91,11 +91,11 @@ CHARACTERS = str.maketrans(CHARACTERS)
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
-# What may stand between two boxes of one answer, such as `and` (see `_boxed`).
+# What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
-    r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
-    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+"
+    r"(?>[\s,;$&和或]|\\(?:q?quad|lor|vee|cup|[,;:() ])|[a-z](?:_\d)? ?="
+    r"|(?:\\text\s*\{\s*)?(?:and|or|as well as)\b(?:\s*\})?)*+"
 )
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
@@ -193,14 +193,9 @@ def _plain(text):
     return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
 
 
-def _last(pattern):
-    """Returns a function that returns the last match of a pattern in a text."""
-
-    def last(text):
-        found = pattern.findall(_plain(_after_thought(text)))
-        return found[-1] if found else ""
-
-    return last
+def _last(pattern, text):
+    found = pattern.findall(_plain(_after_thought(text)))
+    return found[-1] if found else ""
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -209,10 +204,12 @@ EXTRACTORS = {
     "orz": extract_answer,  # the last box in the last <answer> block that has a box
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
     "answer_tag": _answer_tag,  # last <answer> block: its box, else its text after `answer is`, else all
-    "gsm8k": _last(GSM8K),  # the last `#### 42`
+    "gsm8k": lambda text: _last(GSM8K, text),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
-    "letter": _last(CHOICE),  # the last letter A to Z that is given as the answer (CHOICE)
-    "last_number": _last(LAST_NUMBER),
+    "letter": lambda text: _last(
+        CHOICE, text
+    ),  # the last letter A to Z that is given as the answer (CHOICE)
+    "last_number": lambda text: _last(LAST_NUMBER, text),
     "whole": _after_thought,
 }
 
@@ -1243,7 +1240,7 @@ def _parse(text):
     )  # [x] is the integer part
     # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
     text = re.sub(
-        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|e(?=_))", r"\\mathcal{\1\2}", text
+        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))", r"\\mathcal{\1\2}", text
     )
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
