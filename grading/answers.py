@@ -25,15 +25,16 @@ What counts as equal:
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
-- If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
-  `28 halved` does not.
+- If only the answer has a unit, the unit must be in UNIT_NAMES or an English plural: `28 pizzas` and `28元`
+  equal 28, `28 halved` and `28万` do not.
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` equals `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `x=5` and `a+b=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `f(t)=2t` equals `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
 - A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
@@ -279,11 +280,41 @@ def _digits(match):
     return re.sub(r"\D", "", match[0])
 
 
+def _bounded(match):
+    r"""Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
+    stays, because it is a part of the answer."""
+    name = match[1]
+    before = match.string[: match.start()]
+    part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
+    return match[0] if re.search(part, before) else ""
+
+
 def _system(match):
     r"""Returns the rows of a system of equations as a list: \begin{cases}x=1\\y=2\end{cases} as x=1,y=2."""
     return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
 
 
+# A phrase with one of these words is no introduction of the answer: `its opposite is 7`.
+CONTRARY = (
+    "no not never wrong incorrect false negative minus opposite half twice double",
+    "reciprocal inverse more less most least bound excluded neither nothing but",
+    "except divisible exceeds up",
+)
+CONTRARY = "|".join(" ".join(CONTRARY).split())
+# How an introduction ends: `the value of x is`, `Answer:`
+STATES = (
+    r'(?:(?:[a-z]+" (?:of )?[a-z] ?")?(?:is|are|equals|equal to|answer)" ?:?'
+    r'|[a-z]+" ?:)'
+)
+# Conditions: `, k\in\mathbb{Z}`, `for all x\in\mathbb{R}`, `(k is an integer)`, `where x>0`
+BEFORE_CONDITION = (
+    r"(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)"
+    r'| ?"(?:(?:for|all|any|every|each|where|with|if|when) ?)+")+ ?'
+)
+IN_SET = (
+    r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
+    r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)'
+)
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [
@@ -355,25 +386,8 @@ TIDY = [
             r"\1,\2",
         ),  # {2k | k in Z}
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
-        (
-            r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
-            r" ?[a-zC](?:,[a-z])*"
-            r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
-            r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$',
-            "",
-        ),  # a condition such as k\in\mathbb{Z}
-        # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
-        # stays, because it is a part of the answer.
-        (
-            r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
-            lambda m: (
-                m[0]
-                if re.search(
-                    rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$", m.string[: m.start()]
-                )
-                else ""
-            ),
-        ),
+        (rf"{BEFORE_CONDITION}[a-zC](?:,[a-z])*{IN_SET}\)?$", ""),  # k\in\mathbb{Z}
+        (rf"{BEFORE_CONDITION}([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$", _bounded),
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
@@ -389,14 +403,7 @@ TIDY = [
         (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
         (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
         (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-        (
-            r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
-            r"half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|"
-            r"but|except|divisible|exceeds|up)\b)"
-            r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
-            r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)',
-            "",
-        ),
+        (rf'(?i)^"(?![^"]*\b(?:{CONTRARY})\b)(?:[a-z]+ ){{0,9}}{STATES}(?=.)', ""),
         (r'^"(?!not?\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
         (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
         (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),

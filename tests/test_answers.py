@@ -384,7 +384,7 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 """)
 # Notations of other scripts and of programmers
 REACH = lines(r"""
-5 ~ 5元 ~ 5\text{元} ~ 5 元 ~ x=5元 ~ 5 долларов ~ 5个 ~ 5 штук ~~ 5万 ~ 5倍 ~ 5万元 ~ 5 тысяч ~ 5 тысяч рублей ~ -5元
+5 ~ 5元 ~ 5\text{元} ~ 5 元 ~ x=5元 ~ 5 долларов ~ 5个 ~~ 5万 ~ 5倍 ~ 5万元 ~ 5 тысяч ~ 5 тысяч рублей ~ -5元
 3\text{小时} ~ 3 ~ 3小时 ~ 3 hours ~ 3 часа ~~ 3\text{分钟} ~ 4小时
 17 ~ 17个 ~ 共有17个 ~ Ответ: 17 ~ 17\text{ км} ~~ 71个 ~ 17倍 ~ не 17 ~ 答案不是17
 \text{Да} ~ да ~ \text{да}. ~~ Нет ~ нет ~ не да
@@ -474,7 +474,8 @@ def test_the_trainer_spends_little_on_any_answer(unit):
         return steps.count
 
     text = (unit * 2000)[:2000]
-    assert not any(quick_grade(text, gold) for gold in ("7", "7+x", "(1,2)", r"\{1,2,3\}", r"5\text{ cm}", "x>2"))
+    for gold in ("7", "7+x", "(1,2)", r"\{1,2,3\}", r"5\text{ cm}", "x>2"):
+        assert not quick_grade(text, gold)
     few, many = count(30), count(120)
     assert many <= 16 * few and many * (2000 / 120) ** 2 < 1e8
 
