@@ -346,7 +346,7 @@ TIDY = [
         (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
         (
-            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
+            r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
             _system,
         ),
         (r"(\d)\{,\}(?=\d{3})", r"\1"),
@@ -526,7 +526,7 @@ NO_UNIT = (
 NO_UNIT = set(" ".join(NO_UNIT).split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
-    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
+    r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
@@ -565,7 +565,7 @@ INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(
-    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)(?:[A-Za-z]|\\(?:alph|bet)a ?)(?:[_^]\{\w\})?){2,}"
+    r"(?!not|[A-Z]+$)(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
