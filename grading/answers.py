@@ -189,9 +189,11 @@ def _dapo(text):
 
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
-    for pattern, new in STYLED:
-        text = re.sub(pattern, new, text)
-    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
+    if not text.isascii():
+        for pattern, new in STYLED:
+            text = re.sub(pattern, new, text)
+        text = unicodedata.normalize("NFKC", text)
+    return text.translate(CHARACTERS)
 
 
 def _last(pattern, text):
@@ -298,7 +300,7 @@ def _system(match):
 CONTRARY = (
     "no not never wrong incorrect false negative minus opposite half twice double",
     "reciprocal inverse more less most least bound excluded neither nothing but",
-    "except divisible exceeds up",
+    "except divisible exceeds up outside beyond reflection",
 )
 CONTRARY = "|".join(" ".join(CONTRARY).split())
 # How an introduction ends: `the value of x is`, `Answer:`
@@ -404,7 +406,7 @@ TIDY = [
         (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
         (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
         (rf'(?i)^"(?![^"]*\b(?:{CONTRARY})\b)(?:[a-z]+ ){{0,9}}{STATES}(?=.)', ""),
-        (r'^"(?!not?\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
+        (rf'^"(?![^"]*\b(?:{CONTRARY})\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
         (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
         (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),
         (r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$", r"\1=\3,\2=\4"),

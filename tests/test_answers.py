@@ -407,7 +407,7 @@ k=2,b=-1 ~ b=-1,k=2 ~ (k,b)=(2,-1) ~~ (k,b)=(-1,2) ~ b=2,k=-1
 12^\circ30' ~ 12°30′ ~ 12^{\circ}30^{\prime} ~~ 12^\circ ~ 12^\circ3' ~ 30'
 [\frac n2] ~ \lfloor\frac n2\rfloor ~ \left[\frac{n}{2}\right] ~~ \frac n2 ~ \lceil\frac n2\rceil
 There are $8$ such triangles. ~ 8 ~ 8 triangles ~~ 9 triangles
-(5,-3) ~ \text{center }(5,-3) ~~ \text{not }(5,-3) ~ \text{no center }(5,-3)
+(5,-3) ~ \text{center }(5,-3) ~~ \text{not }(5,-3) ~ outside (5,-3) ~ \text{the opposite of }(5,-3)
 110 ~ \boxed{110 ~ \boxed{110} ~~ \boxed{11 ~ \boxed{11}0
 \{(x,y)\mid x+y=1\} ~ x+y=1 ~ \{(x,y):y=1-x\} ~~ \{(x,y)\mid x+y=2\}
 """)
