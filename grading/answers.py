@@ -25,15 +25,16 @@ What counts as equal:
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
 - Numbers in other bases are not converted: `101_2` does not equal 5.
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
-- If only the answer has a unit, the unit must be in UNIT_NAMES or a plural noun: `28 pizzas` equals 28,
-  `28 halved` does not.
+- If only the answer has a unit, the unit must be in UNIT_NAMES or an English plural: `28 pizzas` and `28元`
+  equal 28, `28 halved` and `28万` do not.
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` equals `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `x=5` and `a+b=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `f(t)=2t` equals `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
 - A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
@@ -57,45 +58,45 @@ KINDS = ("math", "choice", "exact")
 # --- extraction. It runs in the trainer, so no response may slow it down. The time of each pattern is linear
 # in the length of the text.
 
+
+def _table(*rows):
+    r"""Returns a dict. A row has pairs: a text, and what replaces it. A replacement that ends with a letter
+    gets a space. Without it, \le and x would make \lex."""
+    found = {}
+    words = iter(" ".join(rows).split())
+    for word in words:
+        new = next(words)
+        found[word] = new + " " * new[-1].isalpha()
+    return found
+
+
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
 STYLED = [
     ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
     ("[₀-₉]+", r"_{\g<0>}"),
     ("[¼½¾⅐-⅞]", r" \g<0>"),
+    ("[①-⑳]", r"\\textcircled{\g<0>}"),
     ("ℝ", r"\\mathbb{R}"),
 ]
-CHARACTERS = str.maketrans(
-    {
-        **dict(zip("−–‐—×·⋅÷⁄’~⟨⟩、。", "----***//' (),.", strict=True)),
-        **dict(
-            zip(
-                "π∞±≤≥≠∪∩∈∅θαβ",
-                re.findall(
-                    r"\S+ ",
-                    r"\pi \infty \pm \le \ge \ne \cup \cap \in \emptyset \theta \alpha \beta ",
-                ),
-                strict=True,
-            )
-        ),
-        **dict.fromkeys(
-            '"\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff', ""
-        ),  # the last 8 are invisible
-        "°": r"^\circ ",
-        "€": r"\text{euros}",
-        "£": r"\text{pounds}",
-        "¢": r"\text{cents}",
-    }
+CHARACTERS = _table(
+    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
+    r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
+    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents}",
 )
+INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
+CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
+CHARACTERS = str.maketrans(CHARACTERS)
 # Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
 # \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
-# What may stand between two boxes of one answer, such as `and` (see `_boxed`).
+# What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
-    r"(?>[\s,;$&]|\\(?:q?quad|lor|vee|cup|[,;:() ])"
-    r"|(?:\\text\s*\{\s*)?(?:and|or)\b(?:\s*\})?)*+"
+    r"(?>[\s,;$&和或]|\\(?:q?quad|lor|vee|cup|[,;:() ])|[a-z](?:_\d)? ?="
+    r"|(?:\\text\s*\{\s*)?(?:and|or|as well as)\b(?:\s*\})?)*+"
 )
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
 GSM8K = re.compile(r"####[ \t]*(\S[^\n]*)")
@@ -116,8 +117,10 @@ def extract_answer(text: str) -> str | None:
     """
     for block in reversed(text.split("</answer>")[:-1]):
         _, opened, inside = block.partition("<answer>")
-        if opened and (boxes := _boxes(inside)):
-            return inside[slice(*boxes[-1][1:3])].strip() or None
+        boxes = _boxes(inside)
+        if opened and boxes:
+            _, start, end, _ = boxes[-1]
+            return inside[start:end].strip() or None
     return None
 
 
@@ -129,11 +132,13 @@ def _boxes(text):
     found, stack = [], []
     for match in BRACE.finditer(text):
         if match[1]:
-            stack.append((match.start(), match.end()))
+            stack.append(match.span())
         elif match[2] == "{":
             stack.append(None)
-        elif match[2] and stack and (box := stack.pop()):
-            found.append((*box, match.start(), match.end()))
+        elif match[2] and stack:
+            box = stack.pop()
+            if box:
+                found.append((*box, *match.span()))
     return sorted(found)
 
 
@@ -146,14 +151,16 @@ def _boxed(text):
     r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
     are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
     is graded as one answer, so a response can't win by offering several."""
-    text = BARE_BOX.sub(r"\\boxed{\1}", _after_thought(text).replace(r"\fbox", r"\boxed"))
-    parts, start = [], None
-    for box in reversed(_boxes(text)):
-        gap = text[box[3] : start]
-        if parts and (box[3] > start or not BETWEEN_BOXES.fullmatch(gap)):
-            break
-        parts.insert(0, text[box[1] : box[2]].strip())
-        start = box[0]
+    text = _after_thought(text).replace(r"\fbox", r"\boxed")
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    parts, next_start = [], None
+    for start, inside, inside_end, end in reversed(_boxes(text)):
+        if parts:
+            gap = text[end:next_start]
+            if end > next_start or not BETWEEN_BOXES.fullmatch(gap):
+                break
+        parts.insert(0, text[inside:inside_end].strip())
+        next_start = start
     return "; ".join(parts)
 
 
@@ -161,7 +168,9 @@ def _stated(text):
     r"""Returns the rest of the line after the last `answer is` or `answer:`. If the rest of the line has a
     \boxed{}, returns only the content of the box. Returns "" if there is no such line."""
     *before, rest = STATED.split(text)
-    line = rest.strip(" *\t").partition("\n")[0].partition("</answer>")[0] if before else ""
+    if not before:
+        return ""
+    line = re.split("\n|</answer>", rest.strip(" *\t"))[0]
     # Responses in Minerva's format end with ". I hope it is correct."
     return _boxed(line) or line.partition(". I hope")[0].strip(" *")
 
@@ -173,19 +182,23 @@ def _answer_tag(text):
 
 
 def _dapo(text):
-    lines = [line for line in _after_thought(text).splitlines() if line.strip()]
+    text = _after_thought(text)
+    lines = [line for line in text.splitlines() if line.strip()]
     return _stated("\n".join(lines[-2:]))
 
 
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
-    for pattern, new in STYLED:
-        text = re.sub(pattern, new, text)
-    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
+    if not text.isascii():
+        for pattern, new in STYLED:
+            text = re.sub(pattern, new, text)
+        text = unicodedata.normalize("NFKC", text)
+    return text.translate(CHARACTERS)
 
 
-def _last(pattern):
-    return lambda text: (pattern.findall(_plain(_after_thought(text))) or [""])[-1]
+def _last(pattern, text):
+    found = pattern.findall(_plain(_after_thought(text)))
+    return found[-1] if found else ""
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -194,10 +207,12 @@ EXTRACTORS = {
     "orz": extract_answer,  # the last box in the last <answer> block that has a box
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
     "answer_tag": _answer_tag,  # last <answer> block: its box, else its text after `answer is`, else all
-    "gsm8k": _last(GSM8K),  # the last `#### 42`
+    "gsm8k": lambda text: _last(GSM8K, text),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
-    "letter": _last(CHOICE),  # the last letter A to Z that is given as the answer (CHOICE)
-    "last_number": _last(LAST_NUMBER),
+    "letter": lambda text: _last(
+        CHOICE, text
+    ),  # the last letter A to Z that is given as the answer (CHOICE)
+    "last_number": lambda text: _last(LAST_NUMBER, text),
     "whole": _after_thought,
 }
 
@@ -222,48 +237,86 @@ def readers(text: str) -> list[str]:
 
 DELIMITED = re.compile(
     r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
-    r"|\*\*(.+)\*\*|\\(?:boxed|fbox) ?\{(.+)\}",
+    r"|\*\*(.+)\*\*|`+([^`]+)`+|\\(?:boxed|fbox) ?\{(.+?)\}?",
     re.DOTALL,
 )
 
-# Pairs of entries: a word, a sign or a command, then its common spelling.
-PAIRS = r"""
-    \lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt > \lbrace \{ \rbrace \}
-    \langle ( \rangle ) \colon : {:} : \div / \times * \cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac
-    \frac <= \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge \neq \ne \bar \overline \dot
-    \overline \degree ^\circ \varnothing \emptyset \backslash \setminus \bigcup \cup \Omega "ohms"
-    \over \infix_frac \choose \infix_binom \mod \pmod \bmod \pmod \lg \log_{10}
-    \varphi \phi \dots \ldots \cdots \ldots
-    or ; and , to "to" percent \% percents \% infinity \infty tg \tan ctg \cot arctg \arctan
-    mod \pmod
-    hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9} trillion *10^{12}""".split()
-SPELLINGS = {
-    rf"\{name}": ""
-    for name in """! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf
-    text textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark large Large
-    underline""".split()
-}
-SPELLINGS |= {
-    name: rf"\{name} "
-    for name in ("arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta".split())
-}
-SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
-SPELLINGS |= {
-    key: value + " " * value[-1].isalpha()  # without this space, \le and x would make \lex
-    for key, value in zip(PAIRS[::2], PAIRS[1::2], strict=True)
-}
-TOKEN = re.compile(
-    r"""
-    \\(?:begin|end)\{\w+\*?\}
-  | \\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*
-      \{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}
-  | \\mathbb\s*\{\w\}
-  | \\!\s*|\\\\|\{:\}|<=|>=|\*\*|\\?%|\\[,;:!\ ]|\\[A-Za-z]+\ ?
-  | (?P<word>(?![njvw]\b|\w\ ?[-+(]|\w\ [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+)
-""",
-    re.VERBOSE,
+# A word, a sign or a command, and its common spelling.
+SPELLINGS = _table(
+    r"\lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt >",
+    r"\lbrace \{ \rbrace \} \langle ( \rangle ) \colon : {:} : \div / \times *",
+    r"\cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac \prime ' <= \le",
+    r"=< \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne <> \ne",
+    r"\neq \ne \bar \overline \dot \overline \degree ^\circ \varnothing \emptyset",
+    r"\backslash \setminus \bigcup \cup \varphi \phi \over \infix_frac \mod \pmod",
+    r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
+    r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
+    r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
+    "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
+    "trillion *10^{12}",
 )
-LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*")  # a word inside \text{}
+STYLES = (
+    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
+    "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
+    "large Large underline",
+)
+FUNCTIONS = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta"
+SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
+SPELLINGS |= {name: rf"\{name} " for name in FUNCTIONS.split()}
+SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
+# Words that say nothing; the others mean "choose" and "answer"
+SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
+TOKENS = (
+    r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
+    r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
+    r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
+    r"\\\\|\{:\}|<[=>]|>=|=<|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
+    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+",
+    r"[^\W\d_A-Za-z]+)",  # a word of another script
+)
+TOKEN = re.compile("|".join(TOKENS))
+LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*|[^\W\d_A-Za-z]+")  # a word inside \text{}
+
+
+def _digits(match):
+    return re.sub(r"\D", "", match[0])
+
+
+def _bounded(match):
+    r"""Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
+    stays, because it is a part of the answer."""
+    name = match[1]
+    before = match.string[: match.start()]
+    part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
+    return match[0] if re.search(part, before) else ""
+
+
+def _system(match):
+    r"""Returns the rows of a system of equations as a list: \begin{cases}x=1\\y=2\end{cases} as x=1,y=2."""
+    return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
+
+
+# A phrase with one of these words is no introduction of the answer: `its opposite is 7`.
+CONTRARY = (
+    "no not never wrong incorrect false negative minus opposite half twice double",
+    "reciprocal inverse more less most least bound excluded neither nothing but",
+    "except divisible exceeds up outside beyond reflection",
+)
+CONTRARY = "|".join(" ".join(CONTRARY).split())
+# How an introduction ends: `the value of x is`, `Answer:`
+STATES = (
+    r'(?:(?:[a-z]+" (?:of )?[a-z] ?")?(?:is|are|equals|equal to|answer)" ?:?'
+    r'|[a-z]+" ?:)'
+)
+# Conditions: `, k\in\mathbb{Z}`, `for all x\in\mathbb{R}`, `(k is an integer)`, `where x>0`
+BEFORE_CONDITION = (
+    r"(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)"
+    r'| ?"(?:(?:for|all|any|every|each|where|with|if|when) ?)+")+ ?'
+)
+IN_SET = (
+    r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
+    r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)'
+)
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = [
@@ -280,29 +333,29 @@ TIDY = [
         (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
         (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
         (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
+        (r"\^ ?\{?('+)\}?", r"\1"),
+        (r"\\textcircled ?\{(\d+)\}", r',"circled \1",'),
+        (r"(?<=\d)\.(?=[/}])", ""),  # 3./2
         (
             r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"',
             r"\1\\frac{\2\\pi}{180}",
         ),
         (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-        (r'^\(?"?([A-Z])"?[).] +(?=[^";,])(.+)', r'\2 "choices \1"'),  # (B) 15
+        (r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)', r'\2 "choices \1"'),  # (B) 15
         (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
         (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
         (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
         (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
         (
-            r"^(?:\\\{)?\\begin\{(?:cases|aligned|matrix)\}((?:[^&]|&=)*=(?:[^&]|&=)*)\\end\{\w+\}$",
-            lambda m: re.sub(r"[.,;]? ?\\\\", ",", m[1].replace("&", "")),
-        ),  # a system of equations
-        (r"(\d)\{,\}(?=\d{3})", r"\1"),
-        (
-            r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})"
-            r"|(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])",
-            lambda m: m[0].replace(",", ""),
+            r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
+            _system,
         ),
+        (r"(\d)\{,\}(?=\d{3})", r"\1"),
+        (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", _digits),
+        (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", _digits),
         (r"\s+", " "),
-        (r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?!\d)", lambda m: m[0].replace(" ", "")),
+        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", _digits),
         (r'" ?"', " "),
         (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
         (r" (?=\\)", ""),
@@ -328,32 +381,15 @@ TIDY = [
         (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
         (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
         (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
-        (r"^\\\{[a-z](?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),  # {x | x>2}
+        # {x | x>2} and {(x,y) | x+y=1}
+        (r"^\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),
         (
             r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$",
             r"\1,\2",
         ),  # {2k | k in Z}
-        (r"^\\\{\(([a-z]),(?!\1)[a-z]\)[|:](.+)\\\}$", r"\2"),  # {(x,y) | x+y=1}
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
-        (
-            r'(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)| ?"(?:(?:for|all|any|every|each|where|with) ?)+")+'
-            r" ?[a-zC](?:,[a-z])*"
-            r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
-            r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)\)?$',
-            "",
-        ),  # a condition such as k\in\mathbb{Z}
-        # Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
-        # stays, because it is a part of the answer.
-        (
-            r'(?:[,;(]| ?"(?:for|if|where|when)") ?([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$',
-            lambda m: (
-                m[0]
-                if re.search(
-                    rf"[<>]|\\[gln]e|^{m[1]}(?:=|\\in)|^[^{m[1]}]*$", m.string[: m.start()]
-                )
-                else ""
-            ),
-        ),
+        (rf"{BEFORE_CONDITION}[a-zC](?:,[a-z])*{IN_SET}\)?$", ""),  # k\in\mathbb{Z}
+        (rf"{BEFORE_CONDITION}([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$", _bounded),
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
@@ -369,15 +405,12 @@ TIDY = [
         (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
         (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
         (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-        (
-            r'(?i)^"(?![^"]*\b(?:not?|never|wrong|incorrect|false|negative|minus|opposite|'
-            r"half|twice|double|reciprocal|inverse|more|less|most|least|bound|excluded|neither|nothing|"
-            r"but|except|divisible|exceeds|up)\b)"
-            r'(?:[a-z]+ ){0,9}(?:(?:[a-z]+" (?:of )?[a-z] ?")?'  # the value of x is 5
-            r'(?:is|are|equals|equal to|answer)" ?:?|[a-z]+" ?:)(?=.)',
-            "",
-        ),
-        (r"^(?:\\approx|=|:)+ ?", ""),
+        (rf'(?i)^"(?![^"]*\b(?:{CONTRARY})\b)(?:[a-z]+ ){{0,9}}{STATES}(?=.)', ""),
+        (rf'^"(?![^"]*\b(?:{CONTRARY})\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
+        (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
+        (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),
+        (r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$", r"\1=\3,\2=\4"),
+        (r"^(?:\\approx|[=:,])+ ?", ""),
     ]
 ]
 
@@ -392,18 +425,18 @@ def normalise(text: str) -> str:
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, _plain(text)).strip()
     for pattern, new in TIDY:
-        if pattern.search(
-            text
-        ):  # most patterns don't match, and then `search` is faster than `sub`
+        # Most patterns don't match. Then `search` is faster than `sub`.
+        if pattern.search(text):
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\")
 
 
 def _token(match):
     if match["text"] is not None:
-        single = match["font"][:4] == "math" and match["text"] in ("e", "i", "d")
+        if match["text"] in ("e", "i", "d") and match["font"].startswith("math"):
+            return match["text"]
         text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
-        return text if single else LETTERS.sub(_quoted, text)
+        return LETTERS.sub(_quoted, text)
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
     return SPELLINGS.get(match[0].rstrip(), match[0])
@@ -417,14 +450,17 @@ def _quoted(match):
 def _is_word(match):
     r"""Returns whether the matched letters, which are outside of \text{}, are a word, such as `meters`. If
     not, each letter is a variable, as in `xy`."""
-    text, word = match.string, match[0].lower()
-    before, after = text[: match.start()], text[match.end() :][:1]
+    word = match[0].lower()
+    before = match.string[: match.start()]
+    if not word.isascii():
+        return True
     if PLURAL.sub("", word) in ALIASES:
         return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
     if word in SPELLINGS:
         return True
-    glued = re.fullmatch(r"[\w^})\\]", before[-1:]) or after in tuple("^_+-=/")
-    return not glued and (len(word) > 2 or word in NO_UNIT)
+    if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", match.string[match.end() :]):
+        return False
+    return len(word) > 2 or word in NO_UNIT
 
 
 # --- read: finds the type of a text, and splits the text into its parts
@@ -446,7 +482,7 @@ class Reading(NamedTuple):
                     The word `cm` looks like a unit; the word `nearly` does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
-                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix [2, 2]" for two rows of two cells
+                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix 2 2" for two rows of two cells
         intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
                     number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
@@ -462,24 +498,37 @@ class Reading(NamedTuple):
     parts: object = None
 
 
-UNIT_NAMES = """mm millimeter millimetre; cm centimeter centimetre; m meter metre; km kilometer kilometre;
-    in inch inche; ft foot feet; yd yard; mi mile; mg milligram; g gram; kg kilogram; lb pound; oz ounce;
-    ton tonne; s sec second; ms millisecond; min minute; h hr hour; day; week; month; yr year; l liter litre;
-    ml milliliter millilitre; gal gallon; degree deg; radian rad; dollar usd; cent; euro; yuan; mph;
-    hz hertz; degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt; pa pascal; am; pm; sq; unit"""
-ALIASES = {alias: names.split()[0] for names in UNIT_NAMES.split(";") for alias in names.split()}
+UNIT_NAMES = (
+    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米",
+    "m meter metre м 米; km kilometer kilometre км 千米 公里; in inch inche",
+    "ft foot feet; yd yard; mi mile; mg milligram; g gram г 克; lb pound",
+    "kg kilogram кг 千克 公斤; oz ounce; ton tonne т 吨; ms millisecond",
+    "s sec second 秒 секунд секунды; min minute 分钟 минут минуты минута",
+    "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月",
+    "yr year 年 岁 год года лет; l liter litre л 升; gal gallon; mph; hz hertz",
+    "ml milliliter millilitre мл 毫升; degree deg 度 градусов градуса",
+    "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
+    "euro 欧元 евро; rouble ruble руб рубль рубля рублей; шт штук штуки",
+    "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
+    "pa pascal; am; pm; sq; unit; 个; 人; 种",
+)
+ALIASES = {}
+for row in ";".join(UNIT_NAMES).split(";"):
+    names = row.split()
+    ALIASES |= dict.fromkeys(names, names[0])
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
-NO_UNIT = set(
-    """not no or on if is are was be it at by more less fewer than over under above
-    below about least most between times plus minus half halves third quarter from binary
-    base ten score gross dozen lakh crore hundred thousand basis greater maybe perhaps otherwise
-    modulo""".split()
+NO_UNIT = (
+    "not no or on if is are was be it at by more less fewer than over under above",
+    "below about least most between times plus minus half halves third quarter from",
+    "binary base ten score gross dozen lakh crore hundred thousand basis greater",
+    "maybe perhaps otherwise modulo",
 )
+NO_UNIT = set(" ".join(NO_UNIT).split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
-    r"(?:(?:(?<!mo)n|d|ie|i[fx]|lf|igh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
+    r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
@@ -498,29 +547,27 @@ FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,4
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-BASES = {
-    word: str(i)
-    for i, word in enumerate(
-        "two three four five six seven eight nine ten eleven twelve".split(), 2
-    )
-}
-# What may stand before `=`: m\angle A, x, "a", ABC, a_{1}, f'(x), |z|, |AB|, [ABC], (r,\theta)
-ONE_NAME = r"""(?:(?:(?:m\ ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+\ ?\d?)+(?:\{[A-Za-z]+\})?
-    |(?!not)[A-Za-z]{1,4}
-    |"(?!half|twice|not)[^"]*")
-    (?:\ ?"?[A-Z]{1,4}"?)?(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?
-    (?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?
-  | \|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]|\(\\?[a-z]+(?:,\\?[a-z]+)*\))"""
-NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*", re.VERBOSE)  # also the ratio AB:CD
-NAME_FRACTION = re.compile(
-    rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})", re.VERBOSE
+BASES = _table(
+    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 twelve 12"
 )
+# What may stand before `=`
+NAMES = (
+    r"(?:(?:(?:m ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
+    r'(?!not)[A-Za-z]{1,4}|"(?!half|twice|not)[^"]*")(?: ?"?[A-Z]{1,4}"?)?'  # x, ABC, "a"
+    r"(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?"  # a_{1}, f'
+    r"(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?",  # f(x), E[X]
+    r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
+    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\))",  # (r,\theta)
+)
+ONE_NAME = "|".join(NAMES)
+NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*")  # also the ratio AB:CD
+NAME_FRACTION = re.compile(rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(
-    r"(?!not|[A-Z]+$)(?:(?:^|(?<!^)[-+*/]?)[A-Za-z](?:[_^]\{\w\})?){2,}"
+    r"(?!not|[A-Z]+$)(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
@@ -531,8 +578,7 @@ SEPARATORS = {
     for name, pattern in {
         "list": "[,;]",
         "group": ";",
-        "union": r"\\cup ?",
-        "minus": r"\\setminus ?",
+        "union": r"\\(?:cup|setminus) ?",
         "ratio": ":",
         "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])",
         "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
@@ -543,7 +589,7 @@ SEPARATORS = {
 }
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
-PLUS_MINUS = re.compile(r"\\pm ?(?![a-z])")
+PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
@@ -593,48 +639,55 @@ def _read_list(text, depth):
         if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
-    elif not all(parts):
+        parts[0] = parts[0].replace("=+", "=")
+    if not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-    elements = [e for part in parts for e in _several(read(part, depth))]
+    elements = []
+    for part in parts:
+        elements += _several(read(part, depth))
     kinds = {e.kind for e in elements}
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
         return _read_bounds(text, elements)
     if kinds == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
-        named = sorted((e.parts for e in elements), key=lambda p: (p[0][0] == "\\", p[0]))
+        named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
-        if len(bare := {ROOT.sub("", name) for name in names}) == 1:
+        bare = {ROOT.sub("", name) for name in names}
+        if len(bare) == 1:
             elements = [e for value in values for e in _several(value)]
-            return Reading("named", text, (bare.pop(), Reading("list", text, elements)))
+            value = Reading("list", text, elements)
+            return Reading("named", text, (bare.pop(), value))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            return Reading(
-                "named", text, (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
-            )
+            value = Reading("tuple", text, ("=", values))
+            return Reading("named", text, (f"({','.join(names)})", value))
     return Reading("list", text, elements)
 
 
 def _several(reading):
     """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
     one element."""
-    return (
-        reading.parts
-        if reading.kind == "list" and not reading.text.startswith(r"\{")
-        else [reading]
-    )
+    if reading.kind == "list" and not reading.text.startswith(r"\{"):
+        return reading.parts
+    return [reading]
 
 
 def _read_bounds(text, elements):
     r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
     variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
     interval at 3 and begins another."""
-    cut = [r"\ne" in e.text for e in elements]
-    edges = [_edges(e)[2:] if out else _edges(e) for e, out in zip(elements, cut, strict=True)]
     names = {e.parts[0] for e in elements}
-    if len(names) > 1 or not all(edges):
+    cuts = [_edges(e) for e in elements if r"\ne" in e.text]
+    others = [_edges(e) for e in elements if r"\ne" not in e.text]
+    if len(names) > 1 or not all(cuts + others):
         return None
-    return Reading("intervals", text, (names.pop(), sum(edges, REALS if all(cut) else [])))
+    edges = sum(others, [])
+    if not others:
+        edges = [cuts[0][0], cuts[0][-1]]
+    for cut in cuts:
+        edges += cut[1:-1]
+    return Reading("intervals", text, (names.pop(), edges))
 
 
 def _read_named(text, depth):
@@ -644,7 +697,8 @@ def _read_named(text, depth):
     *names, value = parts
     name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
     if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
-        return Reading("named", text, (name, read(text[len(parts[0] + found[0]) :].strip(), depth)))
+        right = text[len(parts[0] + found[0]) :].strip()
+        return Reading("named", text, (name, read(right, depth)))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
@@ -658,21 +712,23 @@ def _read_named(text, depth):
 def _read_union(text, depth):
     r"""Returns the Reading of a union (\cup) or a difference (\setminus) of intervals; None for any other
     text."""
-    parts, minus = _split(text, "minus")
-    if not minus:
-        parts, _ = _split(text, "union")
-    edges = [_edges(read(part, depth)) for part in parts] if len(parts) > 1 else []
-    if minus:
-        edges[1:] = [
-            [(side.translate(OPPOSITE), value) for side, value in cut] for cut in edges[1:]
-        ]
-    return Reading("intervals", text, (None, sum(edges, []))) if edges and all(edges) else None
+    parts, signs = _split(text, "union")
+    if not signs:
+        return None
+    edges = []
+    for part, sign in zip(parts, ["", *signs], strict=True):
+        found = _edges(read(part, depth))
+        if not found:
+            return None
+        if sign == r"\setminus":
+            found = [(side.translate(OPPOSITE), value) for side, value in found]
+        edges += found
+    return Reading("intervals", text, (None, edges))
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
-REALS = [("(", [Reading("expression", r"-\infty")]), (")", [Reading("expression", r"\infty")])]
-SIDES = {"<": ")", r"\le": "]", ">": "(", r"\ge": "["}  # the interval of x<2 has the upper edge 2)
+SIDES = {"<": "()", r"\le": "[]"}  # the brackets of an end; 2<x\le3 is (2,3]
+FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def _read_inequality(text, depth):
@@ -681,46 +737,43 @@ def _read_inequality(text, depth):
     parts, signs = _split(text, "relation")
     if not signs:
         return None
-    first = len(parts) != 3 and NAME.fullmatch(parts[0])
-    if not first and (
-        len(parts) == 2 or signs[0] in (">", r"\ge")
-    ):  # 3>x is x<3, and 3>x>2 is 2<x<3
-        parts, signs = parts[::-1], [FLIPPED.get(sign, sign) for sign in signs[::-1]]
-    *low, name, high = parts
-    value = [read(high, depth)]
-    if len(low) > 1 or not NAME.fullmatch(name) or not all(parts):
-        edges = []
-    elif signs == [r"\ne"]:
-        edges = [*REALS, (")", value), ("(", value)]
-    elif low:
-        sides = SIDES.get(FLIPPED.get(signs[0]), "") + SIDES.get(signs[1], "")
-        edges = _edges(Reading("tuple", text, (sides, [read(low[0], depth), *value])))
-    else:
-        edges = [(SIDES[signs[0]], value), *(REALS[1:] if signs[0] in (">", r"\ge") else REALS[:1])]
-    return Reading("intervals", text, (name, edges)) if edges else Reading("equation", text)
+    other = Reading("equation", text)
+    if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
+        both = [_read_inequality(sign.join(parts), depth) for sign in "<>"]
+        return _read_bounds(text, both) if both[0].parts else other
+    if len(parts) == 2:  # x<3 is -\infty<x<3, and x>3 is \infty>x>3
+        place = 0 if NAME.fullmatch(parts[0]) else 2
+        smaller = signs[0] in SIDES
+        parts.insert(place, r"\infty" if smaller == (place > 0) else r"-\infty")
+        signs.insert(place, "<" if smaller else ">")
+    if signs[0] in FLIPPED:
+        parts.reverse()
+        signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
+    if len(parts) != 3 or not all(parts) or not NAME.fullmatch(parts[1]):
+        return other
+    first, last = (SIDES.get(sign, "  ") for sign in signs)
+    ends = [read(part, depth) for part in parts[::2]]
+    edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
+    return Reading("intervals", text, (parts[1], edges)) if edges else other
 
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
     [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
-    if kind == "intervals":
-        return parts[1]
-    if kind == "named":
-        return _edges(parts[1])
+    if kind in ("intervals", "named"):
+        return parts[1] if kind == "intervals" else _edges(parts[1])
     if kind == "list":
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
-    if kind != "tuple" or len(parts[1]) != 2 or not re.fullmatch(r"[\[(][\])]", parts[0]):
+    if kind != "tuple" or not re.fullmatch(r"[\[(][\])]", parts[0]):
         return []
     ends = [value.parts.value for value in parts[1] if value.kind == "number"]
-    return (
-        []
-        if ends != sorted({*ends})
-        else [(side, [value]) for side, value in zip(*parts, strict=True)]
-    )
+    if len(parts[1]) != 2 or ends != sorted({*ends}):
+        return []
+    return [(side, [value]) for side, value in zip(*parts, strict=True)]
 
 
 def _read_brackets(text, depth):
@@ -730,21 +783,27 @@ def _read_brackets(text, depth):
     left, inside, right = match.groups()
     parts, _ = _split(inside, "list")
     if left == r"\{":
-        different = dict.fromkeys(parts)  # a set: {2,2} is {2}
-        return Reading("list", text, [e for part in different for e in _several(read(part, depth))])
+        elements = []
+        for part in dict.fromkeys(parts):  # a set: {2,2} is {2}
+            elements += _several(read(part, depth))
+        return Reading("list", text, elements)
     if left == "{" or len(parts) == 1 and left + right == "()":
         return read(inside.rstrip(" .,"), depth)
+    if not all(parts) or len(parts) == 1:
+        return None  # [x] is the integer part of x
     elements = [read(part, depth) for part in parts]
-    return Reading("tuple", text, (left + right, elements)) if all(parts) else None
+    return Reading("tuple", text, (left + right, elements))
 
 
 def _read_matrix(text, depth):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
-    rows = [_split(row, "cell")[0] for row in _split(inside, "row")[0] if row]
-    shape = f"{kind.strip('pbB')}matrix {[*map(len, rows)]}"
-    cells = [read(cell, depth) for row in rows for cell in row]
+    shape, cells = kind.strip("pbB") + "matrix", []
+    for row in filter(None, _split(inside, "row")[0]):
+        found, _ = _split(row, "cell")
+        shape += f" {len(found)}"
+        cells += [read(cell, depth) for cell in found]
     return Reading("tuple", text, (shape, cells))
 
 
@@ -755,18 +814,22 @@ def _read_text(text, depth):
         return Reading("text", text, text.strip('"'))
     if '"' not in text:
         return None
-    number, _, unit = text.partition('"')
-    unit, number = '"' + unit, number.strip()
+    number = text.partition('"')[0].strip()
+    unit = text[text.index('"') :]
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
-    names = set(re.findall("[a-z]+", unit.lower()))
+    names = set(re.findall(r"[^\W\d_]+", unit.lower()))
     other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
     if alone or other or unit.count(" ") > 3:
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        return Reading("text", text, NOUNS.sub(r"\1", ARTICLE.sub("", words)))
+        words = NOUNS.sub(r"\1", ARTICLE.sub("", words))
+        return Reading("text", text, words)
     inside = read(number, depth)
+    if not names:
+        return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
-    free = any(noun.fullmatch(name) or name in ALIASES for name in names)
-    return Reading("quantity", text, (inside, _unit(unit), free)) if names else inside
+    unknown = names - ALIASES.keys()
+    free = len(unknown) < len(names) or any(map(noun.fullmatch, names))
+    return Reading("quantity", text, (inside, _unit(unit), free and all(map(str.isascii, unknown))))
 
 
 def _unit(text):
@@ -774,8 +837,9 @@ def _unit(text):
     and `"m"^{2}` both give ("m", "2")."""
     text = text.lower().replace("per ", "/").replace("mph", "mi/h")
     text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
-    text = re.sub(r"\bcubic (\w+)", r"\1 3", re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text))
-    words = re.findall(r"[a-z']+|[2-9]|/", PLURAL.sub("", text))
+    text = re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text)
+    text = re.sub(r"\bcubic (\w+)", r"\1 3", text)
+    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text))
     return tuple(ALIASES.get(word, word) for word in words)
 
 
@@ -797,24 +861,29 @@ def _number(text):
     other text, also for a fraction whose value is an integer, such as 84/2.
 
     A fraction may end with a percent sign. In decimals, `normalise` has replaced the sign by *10^{-2}."""
-    if match := DECIMAL.fullmatch("1*" + text if text.startswith("10^") else text):
+    if text.startswith("10^"):
+        text = "1*" + text
+    if match := DECIMAL.fullmatch(text):
         sign, whole, places, repeated, power = match.groups("")
-        value = Fraction(f"{sign}0{whole}.{places}0e{power or 0}")
+        power = int(power or 0)
+        value = Fraction(f"{sign}0{whole}.{places}0e{power}")
         if repeated:
-            end = Fraction(f"{sign}{repeated}e{int(power or 0) - len(places)}")
+            end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
-        return Number(value, max(len(places) - int(power or 0), 0) if places else None)
-    hundred = 100 if text.endswith(r"\%") else 1
-    if not (match := FRACTION.fullmatch(FRAC.sub(r" \1/\2", text.removesuffix(r"\%")))):
+        return Number(value, max(len(places) - power, 0) if places else None)
+    fraction = text.removesuffix(r"\%")
+    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", fraction))
+    if not match:
         return None
-    sign, whole, top, bottom = match[1], *(int(n or 0) for n in match.groups()[1:])
+    sign, *digits = match.groups("0")
+    whole, top, bottom = map(int, digits)
     if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
         return None
-    if (
-        ":" in text and Fraction(top, bottom).denominator < bottom
-    ):  # may be a time: 2:30 is not 1:15
+    value = Fraction(top, bottom)
+    if ":" in text and value.denominator < bottom:  # may be a time: 2:30 is not 1:15
         return None
-    return Number((whole + Fraction(top, bottom)) * int(sign + "1") / hundred, None)
+    value = (whole + value) * int(sign + "1")
+    return Number(value if fraction == text else value / 100, None)
 
 
 # --- equality
@@ -914,7 +983,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
 
 
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
-PARAMETER = re.compile(r"(?<![a-z\\])([a-z]) ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]")
+PARAMETER = re.compile(r"(?<![a-z\\])([a-z])(?: ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]|\) ?=.*\1)")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 SIDE = re.compile(
@@ -979,29 +1048,40 @@ def _same(answer, gold, prove):
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
-    if "chain" in kinds:
-        return _same_chain(answer, gold, prove)
-    if "named" in kinds:
-        return _same_named(answer, gold, prove)
-    if "quantity" in kinds:
-        return _same_quantity(answer, gold, prove)
-    if len(kinds) == 1 and answer.kind in COMPARE:
-        return COMPARE[answer.kind](answer.parts, gold.parts, prove)
-    if kinds == {"tuple", "list"}:  # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
-        a, b = (
-            r.parts if r.kind == "tuple" else ("=" if "}=" in r.text else ",", r.parts)
-            for r in (answer, gold)
-        )
+    for kind, same in COMPARE.items():
+        if kind in kinds:
+            return same(answer, gold, prove)
+    if len(kinds) == 1 and answer.kind in COMPARE_PARTS:
+        return COMPARE_PARTS[answer.kind](answer.parts, gold.parts, prove)
+    return _same_expression(answer, gold, prove)
+
+
+def _parts(reading, kind, other):
+    return reading.parts if reading.kind == kind else other
+
+
+def _same_intervals(answer, gold, prove):
+    names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
+    a, b = _edges(answer), _edges(gold)
+    return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+
+
+def _same_list(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings are a list. {5} equals 5."""
+    if "tuple" in (answer.kind, gold.kind):
+        # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
+        a, b = (_as_tuple(reading) for reading in (answer, gold))
         if "=" in (a[0], b[0]):
             return _same_tuple(a, b, prove)
-    if "intervals" in kinds:
-        names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
-        a, b = _edges(answer), _edges(gold)
-        return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
-    if "list" in kinds:  # {5} equals 5
-        a, b = (r.parts if r.kind == "list" else [r] for r in (answer, gold))
-        return _unordered(a, b, prove)
-    return _same_expression(answer, gold, prove)
+    a = _parts(answer, "list", [answer])
+    b = _parts(gold, "list", [gold])
+    return _unordered(a, b, prove)
+
+
+def _as_tuple(reading):
+    if reading.kind == "tuple":
+        return reading.parts
+    return "=" if "}=" in reading.text else ",", reading.parts
 
 
 def _squeeze(text):
@@ -1024,12 +1104,13 @@ def _same_expression(answer, gold, prove):
 
 
 def _variables(text):
-    return {s for s in SYMBOL.findall(text) if len(s) == 1 and s not in "ei"}
+    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1} - {"e", "i"}
 
 
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
-    (name, a), (needed, b) = (r.parts if r.kind == "named" else (None, r) for r in (answer, gold))
+    name, a = _parts(answer, "named", (None, answer))
+    needed, b = _parts(gold, "named", (None, gold))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     other = (
         name
@@ -1060,7 +1141,8 @@ def _same_chain(answer, gold, prove):
         return _same(answer, gold.parts[0], prove)
     value, exact, rounded = answer.parts
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
-    same = rounds or _same(value, gold.parts[0] if gold.kind == "chain" else gold, prove)
+    needed, *_ = _parts(gold, "chain", [gold])
+    same = rounds or _same(value, needed, prove)
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
@@ -1080,9 +1162,8 @@ def _all(verdicts):
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
     unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
-    (a, unit, free), (b, needed, _) = (
-        r.parts if r.kind == "quantity" else (r, None, True) for r in (answer, gold)
-    )
+    a, unit, free = _parts(answer, "quantity", (answer, None, True))
+    b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
     if unit and (unit != needed if needed else not free):
@@ -1098,7 +1179,9 @@ def _same_number(answer, gold, prove):
     # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
     # one part in a million.
     difference = abs(a - b)
-    return difference < Fraction(1, 10 ** min(places)) and difference * 10**6 <= max(abs(a), abs(b))
+    if difference * 10 ** min(places) >= 1:
+        return False
+    return difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):
@@ -1116,21 +1199,29 @@ def _unordered(answer, gold, prove, same=_same):
     """Returns whether the lists `answer` and `gold` have the same parts in any order. If one list has a
     single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
     result depends on parts for which `same` returns None."""
-    table = [[same(a, b, prove) for a in answer] for b in gold]
     if len(answer) != len(gold):
-        return 1 in (len(answer), len(gold)) and _all(sum(table, []))
-    left = set(range(len(gold)))
-    for verdicts in table:
-        found = next((i for i in left if verdicts[i]), None)
-        if found is None:
-            return None if None in [verdicts[i] for i in left] else False
-        left.remove(found)
+        alone = 1 in (len(answer), len(gold))
+        return alone and _all([same(a, b, prove) for a in answer for b in gold])
+    left = list(answer)
+    for b in gold:
+        verdicts = [same(a, b, prove) for a in left]
+        if True not in verdicts:
+            return None if None in verdicts else False
+        left.pop(verdicts.index(True))
     return True
 
 
+# Kinds of which one of the two Readings suffices; the first that is there decides
 COMPARE = {
+    "chain": _same_chain,
+    "named": _same_named,
+    "quantity": _same_quantity,
+    "intervals": _same_intervals,
+    "list": _same_list,
+}
+# Kinds that both Readings must have
+COMPARE_PARTS = {
     "number": _same_number,
-    "list": _unordered,
     "tuple": _same_tuple,
     "text": lambda a, b, _: a == b,
 }
@@ -1157,7 +1248,9 @@ def _parse(text):
         r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
     )  # [x] is the integer part
     # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
-    text = re.sub(r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I)(?![a-z])", r"\\mathcal{\1\2}", text)
+    text = re.sub(
+        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))", r"\\mathcal{\1\2}", text
+    )
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
@@ -1219,59 +1312,75 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 @lru_cache(4096)
 def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
-    from sympy import Abs, Add, Expr, I, Mul, denom, flatten, numer
+    from sympy import Expr
 
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        value = node.doit()
-        if len(Add.make_args(value)) < sum(
-            len(Add.make_args(x.doit())) for x in flatten([node], cls=Add)
-        ):
-            found.add("sum")  # 2x+3x and 5x-(2x-1): the value has fewer terms
-        # (2x)^3 and (1+\sqrt2)^3: the base has a number that could be multiplied out
-        base = node.base if node.is_Pow and node.exp.is_integer and node.exp != -1 else I
-        bases = flatten([base], cls=Mul)
-        numbers = [f for f in bases if f.is_number and abs(f) != 1]
-        done = (
-            node.is_Atom
-            or node.is_Add
-            or node.is_Mul
-            or node.is_Pow
-            and (node.exp == -1 and node.base.is_integer)
-        )
-        twice = any(f.is_Pow and f.exp.is_integer and f.exp != -1 for f in bases)  # (x^2)^3
-        if not done and (
-            twice
-            or value.is_rational
-            or any(f.is_rational or not f.is_Atom for f in numbers)
-            or value.is_number
-            and (node.has(I) or isinstance(node, Abs))
-        ):
-            found.add("power")  # in 2^3, and also in 5! and |1-\sqrt2|
-        # The factors of 1/(ab) are 1/a and 1/b.
-        factors = [
-            x
-            for f in flatten([node], cls=Mul)
-            for x in (
-                [1 / g for g in flatten([f.base], cls=Mul)] if f.is_Pow and f.exp == -1 else [f]
-            )
-        ]
-        numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-        powers = [f.as_base_exp() for f in factors if not f.is_rational]
-        divides = -1 in (exp for _, exp in powers)
-        bases = [base for base, exp in powers if exp != 1 or divides]
-        # A product is unfinished if two of its numbers have numerators other than 1 and -1 (2\cdot3x), if two
-        # have such denominators, if its numbers give an integer (4\pi/2), or if a base comes twice (x^2/x).
-        tops, bottoms = (
-            [n for n in map(part, numbers) if n not in (1, -1)] for part in (numer, denom)
-        )
-        if (
-            len(tops) > 1
-            or len(bottoms) > 1
-            or tops
-            and bottoms
-            and Mul(*numbers).is_integer
-            or len({*bases}) < len(bases)
-        ):
+        if _has_sum(node):
+            found.add("sum")
+        if _has_power(node):
+            found.add("power")
+        if _has_product(node):
             found.add("product")
     return found
+
+
+def _has_sum(node):
+    """Returns whether the value has fewer terms: 2x+3x and 5x-(2x-1)."""
+    from sympy import Add, flatten
+
+    terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+    return len(Add.make_args(node.doit())) < sum(map(len, terms))
+
+
+def _has_power(node):
+    r"""Returns whether a node is a power to multiply out, such as 2^3, (2x)^3, (1+\sqrt2)^3 or (x^2)^3, or
+    another calculation of a number, such as 5! or |1-\sqrt2|."""
+    from sympy import Abs, I, Mul, flatten
+
+    if node.is_Atom or node.is_Add or node.is_Mul:
+        return False
+    value = node.doit()
+    bases = []
+    if node.is_Pow and node.exp == -1:
+        if node.base.is_integer:
+            return False
+    elif node.is_Pow and node.exp.is_integer:
+        bases = flatten([node.base], cls=Mul)
+    for base in bases:
+        if base.is_Pow and base.exp.is_integer and base.exp != -1:
+            return True
+        if base.is_number and abs(base) != 1 and (base.is_rational or not base.is_Atom):
+            return True
+    return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
+
+
+def _has_product(node):
+    r"""Returns whether a node is an unfinished product: two of its numbers have numerators other than 1 and
+    -1 (2\cdot3x), or two have such denominators, or its numbers give an integer (4\pi/2), or a base comes
+    twice (x^2/x)."""
+    from sympy import I, Mul, denom, numer
+
+    factors = list(_factors(node))
+    numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
+    tops = [number for number in numbers if numer(number) not in (1, -1)]
+    bottoms = [number for number in numbers if denom(number) not in (1, -1)]
+    if len(tops) > 1 or len(bottoms) > 1:
+        return True
+    if tops and bottoms and Mul(*numbers).is_integer:
+        return True
+    powers = [f.as_base_exp() for f in factors if not f.is_rational]
+    divides = -1 in [exponent for _, exponent in powers]
+    bases = [base for base, exponent in powers if exponent != 1 or divides]
+    return len({*bases}) < len(bases)
+
+
+def _factors(node):
+    """Yields the factors of a product. The factors of 1/(ab) are 1/a and 1/b."""
+    from sympy import Mul, flatten
+
+    for factor in flatten([node], cls=Mul):
+        if factor.is_Pow and factor.exp == -1:
+            yield from (1 / part for part in flatten([factor.base], cls=Mul))
+        else:
+            yield factor
