@@ -568,7 +568,7 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
-        f"where --start_from {path} trains on from these weights (--lr_decay: by steps)"
+        f"where --start_from {path} trains on from these weights (with --lr_decay, --steps changes the rates)"
     )
     check_unchanged(path, saved, facts["read"], needed)
     require(
@@ -732,7 +732,7 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": os.path.abspath(source),
         "r": model.base.rank,
         "lora_alpha": model.base.alpha,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
@@ -807,6 +807,8 @@ def main(argv: list[str]) -> None:
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
+        case ["-h" | "--help"]:
+            print(__doc__)
         case ["export", run, step, out, *what] if len(what) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:

@@ -109,7 +109,8 @@ def tell_torchrun(text: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 
 
 class Range(NamedTuple):
@@ -1013,10 +1014,12 @@ def set_allocator() -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a run's folder, or a checkpoint."""
+    """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
     of_run = Path(path, "ckpt").is_dir() or Path(path).parent.name == "ckpt"
     needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
     require(not of_run, f"{path} is a folder of a run, not of a model", needed)
+    needed = "a whole model, such as: python ckpt.py export RUN last OUT"
+    require(not Path(path, "adapter_config.json").is_file(), f"{path} is an adapter", needed)
 
 
 def from_hub(name: str) -> bool:

@@ -274,11 +274,6 @@ def _import_function(spec, known):
     signature = inspect.signature(function)
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
-    renames = [f"{name} to {OTHERS[name]}" for name in signature.parameters if name in OTHERS]
-    if renames and names is known and "response" in known:
-        raise TypeError(
-            f"rename {', '.join(renames)}; a call has one response, and returns a float"
-        )
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0

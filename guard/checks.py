@@ -144,9 +144,8 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
     if shortage:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
     disk = planned["host and disk, GiB"]["disk, all"]
-    out = Path(case.cfg.out)
-    dist.together(check_space, out.absolute(), disk * GIB)
-    say(f"{plan.verdict(case)}\nthe whole plan: {out / 'plan.json'}\n")
+    dist.together(check_space, Path(case.cfg.out).absolute(), disk * GIB)
+    say(f"{plan.verdict(case)}\n")
     return planned
 
 
@@ -336,11 +335,12 @@ def first_look(
     if others and reasons["unparsed"] > len(rewards) / 20:
         found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
+    finds = "answers that --extractor finds, " if reasons["unparsed"] else ""
     mostly_cut = reasons["truncated"] > len(rewards) / 2
     from_teacher = not any(term.weight for term in terms_of(cfg))
     require(
         cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
         found,
-        "answers that --extractor finds, a --max_response_len that fits, a --stop that ends "
-        "responses, easier --data, or --go to train anyway",
+        f"{finds}a --max_response_len that fits, a --stop that ends responses, easier --data, "
+        "or --go to train anyway",
     )

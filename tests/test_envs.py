@@ -17,8 +17,9 @@ from test_turns import content, sampled
 
 from configs import UserError
 from grading.rows import problem_rows
-from grading.worker import Grade, Grader, Reply
+from grading.worker import SCORE, Grade, Grader, Reply
 from log import read_metrics
+from reward import check_function
 
 LOGGED = '''
 import os
@@ -299,7 +300,7 @@ __all__ = ["Counts", "Numbers"]
 
 @pytest.fixture
 def verifiers(tmp_path, monkeypatch, capsys):
-    """Returns the spec of the documented file, and a function that returns the file of an environment's rows."""
+    """Returns the spec of the documented file, and a function: name, first, last -> file of rows."""
     pytest.importorskip("verifiers.v1")
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "verifiers.v1" in b]
@@ -342,10 +343,12 @@ def test_killed_resumed_and_carried_runs_of_verifiers_are_equal_to_the_undisturb
 def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):
     (tmp_path / "r.py").write_text(
         "def trl(prompts, completions, ground_truth, **kwargs):\n    return [0.0]\n"
+        "def late(response, batch): pass\nlate = late\n"
         "def verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
         "def ours(response, ground_truth=None):\n    return 1.0\n")
     for name, words in (("trl", "rename completions to response, ground_truth to answer; a call has one"),
                         ("verl", "solution_str to response, ground_truth to answer, extra_info to row; a")):
         with pytest.raises(UserError, match=words):
-            Grader(customs=[f"{tmp_path}/r.py:{name}"])
-    Grader(customs=[f"{tmp_path}/r.py:ours"]).close()
+            check_function(f"{tmp_path}/r.py:{name}", SCORE)
+    for name in ("ours", "late"):
+        check_function(f"{tmp_path}/r.py:{name}", SCORE)

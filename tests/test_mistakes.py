@@ -244,9 +244,14 @@ def test_without_the_environment_a_command_says_what_to_activate():
 
 
 def test_a_rank_without_torchrun_is_one_line(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="RANK is set, but .*; needed: unset RANK"):
-        dist.init()
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="x", MASTER_PORT="99999")
+    for changes, words in ({"MASTER_PORT": ""}, "RANK is set, but MASTER_PORT is ''; needed: unset RANK"), (
+            {}, "MASTER_PORT is '99999'; needed: "), (
+            {"WORLD_SIZE": "0", "MASTER_PORT": "1"}, "RANK is 0, and WORLD_SIZE 0; needed: unset RANK"):
+        for name, value in (alone | changes).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=words):
+            dist.init()
 
 
 def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the ranks are small programs

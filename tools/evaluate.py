@@ -35,16 +35,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import hf_hub_download
-
-import dist
-from ckpt import MARKER
 from configs import (
     DATA_FILES,
     Config,
     Say,
-    check_model,
+    check_paths,
     explained,
     from_hub,
     given_flags,
@@ -56,6 +51,115 @@ from configs import (
     show,
     user_errors,
 )
+from reward import check_functions, graders_of, terms_of
+
+# --- the command line
+
+
+@dataclass(frozen=True)
+class EvalConfig(Config):
+    """The flags of train.py, and --write_rows."""
+
+    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE: write rows with avg@n < 0.1
+
+
+# The flags that an evaluation uses.
+EVAL_FLAGS = """
+    template system_prompt template_args date extractor reward env max_turns seed out
+    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp
+    eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
+    device dtype stall_limit go save_logps write_rows
+""".split()
+# The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
+PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
+CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
+
+
+def show_help() -> None:
+    """Print the text at the top of this file, which explains --out, and the meanings of the other flags."""
+    print(__doc__)
+    default = parse(PRESET, kind=EvalConfig)
+    known = meanings() | meanings(EvalConfig)
+    for name in EVAL_FLAGS:
+        if name == "out":
+            continue
+        text = f"--{name}: {known[name]} (default: {getattr(default, name)!r})"
+        print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="      "))
+
+
+def typed(argv: Sequence[str]) -> tuple[Config, list[str], list[str]]:
+    """Returns the config of the command line (syntax: see the top of this file), the models, and the given
+    flags. Raises UserError for wrong arguments."""
+    if {"-h", "--help"} & set(argv):
+        show_help()
+        sys.exit(0)
+    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    flags = argv[len(paths) :]
+    models = paths[:1]
+    for i, path in enumerate(paths[1:], 1):
+        if path.endswith(DATA_FILES):
+            models = paths[:i]
+            break
+    files = paths[len(models) :]
+    usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
+    require(bool(files), "no data file", usage)
+    names = set(map(model_name, models))
+    require(len(names) == len(models), "the same model twice", "each model once")
+    words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
+    cfg = parse(words, "tools.evaluate", EvalConfig)
+    given = given_flags(flags)
+    check_flags(cfg, given)
+    check_functions(cfg)
+    for model in models:
+        check_paths(replace(cfg, model=model))
+    return cfg, models, given
+
+
+def check_flags(cfg: Config, given: Collection[str]) -> None:
+    """Raises UserError if a given flag, or a part of --reward, has no effect in evaluation, or if
+    --write_rows is wrong."""
+    for name in given:
+        require(
+            name in EVAL_FLAGS,
+            f"--{name} has no effect in evaluation",
+            "a flag that python -m tools.evaluate --help lists",
+        )
+    terms = terms_of(cfg)
+    for term in terms:
+        grader = term.kind or term.custom
+        require(
+            term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
+            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
+            "one grader for each row, because the others have no effect in evaluation",
+        )
+    if cfg.write_rows:
+        condition, name = cfg.write_rows
+        file = Path(name)
+        new = file.suffix == ".jsonl" and file.parent.is_dir() and not file.exists()
+        require(
+            new and bool(re.fullmatch(CONDITION, condition)),
+            f"--write_rows {condition} {name}",
+            "a condition such as 'rate<0.1' or '0<rate<=0.9', "
+            "and a new .jsonl file in a folder that exists",
+        )
+
+
+def model_name(path: str) -> str:
+    """Returns the name of a model's result folder: the model's path with `--` in place of `/`."""
+    inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
+    return inside.strip("/").replace("/", "--")
+
+
+if __name__ == "__main__":
+    with user_errors("tools.evaluate"):
+        typed(sys.argv[1:])
+    print("loading torch …", flush=True)
+
+import torch
+from huggingface_hub import hf_hub_download
+
+import dist
+from ckpt import MARKER
 from data import fix_date, set_arguments
 from engine import Engine
 from grading.worker import Grader
@@ -78,7 +182,6 @@ from model import (
     on_meta,
     resolve,
 )
-from reward import graders_of
 from rollout import (
     Scores,
     Sets,
@@ -91,7 +194,6 @@ from rollout import (
     mean,
     score_sets,
     set_names,
-    terms_of,
 )
 
 # --- statistics
@@ -188,99 +290,19 @@ def _decimals(value):
     return "n/a" if value is None else f"{value:.4f}"
 
 
-# --- the command line
-
-
-@dataclass(frozen=True)
-class EvalConfig(Config):
-    """The flags of train.py, and --write_rows."""
-
-    write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE: write rows with avg@n < 0.1
-
-
-# The flags that an evaluation uses.
-EVAL_FLAGS = """
-    template system_prompt template_args date extractor reward env max_turns seed out
-    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp
-    eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
-    device dtype stall_limit go save_logps write_rows
-""".split()
-# The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
-PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
-CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
-
-
-def show_help() -> None:
-    """Print the text at the top of this file, which explains --out, and the meanings of the other flags."""
-    print(__doc__)
-    default = parse(PRESET, kind=EvalConfig)
-    known = meanings() | meanings(EvalConfig)
-    for name in EVAL_FLAGS:
-        if name == "out":
-            continue
-        text = f"--{name}: {known[name]} (default: {getattr(default, name)!r})"
-        print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="      "))
+# --- the settings
 
 
 def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line (syntax: see the top of this file). A flag that is
-    not given has the value with which the models were trained (see `as_trained`), or else the default value.
-    Raises UserError for wrong arguments."""
-    if {"-h", "--help"} & set(argv):
-        show_help()
-        sys.exit(0)
-    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    flags = argv[len(paths) :]
-    models = paths[:1]
-    for i, path in enumerate(paths[1:], 1):
-        if path.endswith(DATA_FILES):
-            models = paths[:i]
-            break
-    files = paths[len(models) :]
-    for model in models:
-        check_model(model)
-    usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
-    require(bool(files), "no data file", usage)
-    names = set(map(model_name, models))
-    require(len(names) == len(models), "the same model twice", "each model once")
-    words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
-    cfg = parse(words, "tools.evaluate", EvalConfig)
-    given = given_flags(flags)
-    check_flags(cfg, given)
+    """Returns a config for each model of the command line. A flag that is not given has the value with which
+    the models were trained (see `as_trained`), or else the default value. Raises UserError for wrong
+    arguments."""
+    cfg, models, given = typed(argv)
     # The default stop strings fit --template orz.
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
     cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
-
-
-def check_flags(cfg: Config, given: Collection[str]) -> None:
-    """Raises UserError if a given flag, or a part of --reward, has no effect in evaluation, or if
-    --write_rows is wrong."""
-    for name in given:
-        require(
-            name in EVAL_FLAGS,
-            f"--{name} has no effect in evaluation",
-            "a flag that python -m tools.evaluate --help lists",
-        )
-    terms = terms_of(cfg)
-    for term in terms:
-        grader = term.kind or term.custom
-        require(
-            term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
-            f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
-            "one grader for each row, because the others have no effect in evaluation",
-        )
-    if cfg.write_rows:
-        condition, name = cfg.write_rows
-        file = Path(name)
-        new = file.suffix == ".jsonl" and file.parent.is_dir() and not file.exists()
-        require(
-            new and bool(re.fullmatch(CONDITION, condition)),
-            f"--write_rows {condition} {name}",
-            "a condition such as 'rate<0.1' or '0<rate<=0.9', "
-            "and a new .jsonl file in a folder that exists",
-        )
 
 
 def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
@@ -332,12 +354,6 @@ def _trained(model):
 
 
 # --- results
-
-
-def model_name(path: str) -> str:
-    """Returns the name of a model's result folder: the model's path with `--` in place of `/`."""
-    inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
-    return inside.strip("/").replace("/", "--")
 
 
 def result_folder(cfg: Config, models: int) -> Path:

@@ -12,11 +12,15 @@ import base64
 import csv
 import math
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from html import escape
 from itertools import chain, cycle, product
 from pathlib import Path
+
+if __name__ == "__main__":
+    print("loading torch …", file=sys.stderr)
 
 import numpy as np
 
@@ -307,8 +311,8 @@ def story(run: Path) -> str:
         last = read_jsonl(files[-1], ROW)
         for base, trained in zip(first, last, strict=False):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
-            for name, row in ("base   ", base), ("trained", trained):
-                lines.append(f"  {name} {_mark(row)} {shorten(row['response'])}")
+            for file, row in (files[0], base), (files[-1], trained):
+                lines.append(f"  {file.stem} {_mark(row)} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
     lines += [
