@@ -61,6 +61,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 
 import dist
 from configs import (
+    MARKER,
     Config,
     Say,
     UserError,
@@ -96,7 +97,6 @@ from model import (
     load_tokenizer,
 )
 
-MARKER = "torz.json"  # the file that marks a folder as an export
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer

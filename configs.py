@@ -1015,11 +1015,11 @@ def set_allocator() -> None:
 
 def check_model(path: str) -> None:
     """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
-    of_run = Path(path, "ckpt").is_dir() or Path(path).parent.name == "ckpt"
+    folder = Path(path)
+    adapter = folder / "adapter_config.json"
+    is_other = adapter.exists() or (folder / "ckpt").exists() or folder.parent.name == "ckpt"
     needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
-    require(not of_run, f"{path} is a folder of a run, not of a model", needed)
-    needed = "a whole model, such as: python ckpt.py export RUN last OUT"
-    require(not Path(path, "adapter_config.json").is_file(), f"{path} is an adapter", needed)
+    require(not is_other, f"{path} is the folder of a run or an adapter, not of a model", needed)
 
 
 def from_hub(name: str) -> bool:
@@ -1226,9 +1226,18 @@ def read_jsonl(path: Path, shape: Mapping[str, Any] = ANY) -> list[Any]:
 
 
 GIB = 2**30
+MARKER = "torz.json"  # the file that marks a folder as an export
 
 
-# --- numbers and hashes as text
+# --- numbers, hashes and differences as text
+
+
+def differences(old: Mapping, new: Mapping) -> list[str]:
+    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
+    They are compared in their JSON form (tuples become lists), because `old` may come from a JSON file."""
+    old = json.loads(json.dumps(old))
+    new = json.loads(json.dumps(new))
+    return [f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v]
 
 
 def short_hash(data: bytes) -> str:

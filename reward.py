@@ -26,7 +26,7 @@ from typing import Any
 from configs import Config, explained, nearest, require, run_command
 from grading.answers import KINDS, extract
 from grading.rows import read_rows
-from grading.worker import OTHERS, REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
+from grading.worker import REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
 
@@ -207,6 +207,10 @@ def extractors(cfg: Config) -> dict[str, str]:
     return {"": "orz"} | found
 
 
+# Parameters of verl's and TRL's reward functions
+RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
+
+
 def check_functions(cfg: Config) -> list[Term]:
     """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, or as
     `check_function` does. Imports neither torch nor the user's file."""
@@ -240,10 +244,7 @@ def check_function(spec: str, known: Sequence[str]) -> None:
             names = [arg.arg for arg in node.args.args]
             plain = max(0, len(names) - len(node.args.defaults))
             wrong = [word for word in names[:plain] if word not in known]
-            needed = f"some of {', '.join(known)}"
-            renames = [f"{word} to {OTHERS[word]}" for word in names if word in OTHERS]
-            if renames:
-                needed = f"rename {', '.join(renames)}; a call has one response, returns a float"
+            needed = f"some of {', '.join(known)}" + RENAME * (known is SCORE)
             require(not wrong, f"{spec} has the parameters {', '.join(wrong)}", needed)
 
 
@@ -266,8 +267,6 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
     rows = 0
     needed = '{"response": …, "answer": …}'
     customs = [t.custom for t in terms if t.custom]
-    for spec in customs:
-        check_function(spec, SCORE)
     with Grader(2, customs=customs) as grader:
         for number, row in read_rows(responses):
             rows += 1

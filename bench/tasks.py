@@ -229,7 +229,7 @@ TASKS = {t.name: t for t in (
     task("sums-3", sums, functools.partial(pairs, digits=3)),
     task("tool", tool, functools.partial(pairs, digits=4), guesses=0.8,
          tokenizer=lambda: make_tokenizer(TOOL_TAGS)),
-    task("guess", guesses, games, PLAYED, slip=0.8, guesses=0.0,
+    task("guess", guesses, games, PLAYED, slip=0.5, guesses=0.0,
          tokenizer=lambda: make_tokenizer(TOOL_TAGS), reward="exact"),
     task("open-r1", sums, style=OPEN_R1, tokenizer=chat_tokenizer),
     task("rlvr", sums, style=RLVR, tokenizer=chat_tokenizer, dataset="gsm8k"))}

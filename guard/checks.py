@@ -332,10 +332,11 @@ def first_look(
         if s.reason == "unparsed":
             readable += [name for name in readers(s.policy_text) if name != "whole"]
     others = Counter(dist.gather_all(readable)).most_common()
-    if others and reasons["unparsed"] > len(rewards) / 20:
+    lost = reasons["unparsed"] > len(rewards) / 20 and not (cfg.env and any(rewards))
+    if others and lost:
         found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
-    finds = "answers that --extractor finds, " if reasons["unparsed"] else ""
+    finds = "answers that --extractor finds, " if lost else ""
     mostly_cut = reasons["truncated"] > len(rewards) / 2
     from_teacher = not any(term.weight for term in terms_of(cfg))
     require(

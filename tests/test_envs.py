@@ -346,8 +346,8 @@ def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):
         "def late(response, batch): pass\nlate = late\n"
         "def verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
         "def ours(response, ground_truth=None):\n    return 1.0\n")
-    for name, words in (("trl", "rename completions to response, ground_truth to answer; a call has one"),
-                        ("verl", "solution_str to response, ground_truth to answer, extra_info to row; a")):
+    for name, words in (("trl", "prompts, completions, ground_truth; needed: some of response, answer, "),
+                        ("verl", "solution_str, ground_truth; .*solution_str, completions: ")):
         with pytest.raises(UserError, match=words):
             check_function(f"{tmp_path}/r.py:{name}", SCORE)
     for name in ("ours", "late"):

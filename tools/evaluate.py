@@ -37,9 +37,11 @@ from typing import Any
 
 from configs import (
     DATA_FILES,
+    MARKER,
     Config,
     Say,
     check_paths,
+    differences,
     explained,
     from_hub,
     given_flags,
@@ -87,9 +89,10 @@ def show_help() -> None:
         print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="      "))
 
 
-def typed(argv: Sequence[str]) -> tuple[Config, list[str], list[str]]:
-    """Returns the config of the command line (syntax: see the top of this file), the models, and the given
-    flags. Raises UserError for wrong arguments."""
+def eval_configs(argv: Sequence[str]) -> list[Config]:
+    """Returns a config for each model of the command line (syntax: see the top of this file). A flag that is
+    not given has the value with which the models were trained (see `as_trained`), or else the default value.
+    Raises UserError for wrong arguments."""
     if {"-h", "--help"} & set(argv):
         show_help()
         sys.exit(0)
@@ -109,10 +112,11 @@ def typed(argv: Sequence[str]) -> tuple[Config, list[str], list[str]]:
     cfg = parse(words, "tools.evaluate", EvalConfig)
     given = given_flags(flags)
     check_flags(cfg, given)
-    check_functions(cfg)
-    for model in models:
-        check_paths(replace(cfg, model=model))
-    return cfg, models, given
+    # The default stop strings fit --template orz.
+    if cfg.template == "chat" and "stop" not in given:
+        cfg = replace(cfg, stop=())
+    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
+    return [replace(cfg, model=model) for model in models]
 
 
 def check_flags(cfg: Config, given: Collection[str]) -> None:
@@ -144,6 +148,56 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
         )
 
 
+def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
+    """Returns a dict: flag -> the value with which the models were trained (from torz.json). It has the flags
+    that are in EVAL_FLAGS and not in `given`. form: the text of --template, if this flag is in `given`.
+    Raises UserError if two models were trained with different settings."""
+    found = {}
+    for facts in filter(None, map(_trained, models)):
+        template = facts["template"]
+        unused = set(given)
+        inside = [name for name in ("system_prompt", "date") if facts.get(name)]
+        require(
+            unused.isdisjoint(inside),
+            "the chat template of an export has --system_prompt and --date inside",
+            "neither of them",
+        )
+        if "template" not in given:
+            require(
+                prompt_form(template) == facts["prompt"],
+                f"{template} has another text than at the training",
+                "that text, or another --template",
+            )
+        elif form != facts["prompt"]:
+            # The training's system prompt and stop strings do not fit.
+            unused |= {"system_prompt", "stop"}
+        facts["eval_temperature"] = [facts["temperature"]]
+        ours = {}
+        for name in EVAL_FLAGS:
+            if name in facts and name not in unused:
+                ours[name] = facts[name]
+        other = differences(found, ours)
+        require(
+            not other,
+            f"the models were trained with different settings ({'; '.join(other)})",
+            "one command for each model, or these flags",
+        )
+        found |= ours
+    for name, value in found.items():
+        found[name] = tuple(value) if isinstance(value, list) else value
+    return found
+
+
+def _trained(model):
+    """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
+    if not from_hub(model):
+        return read_json(Path(model, MARKER))
+    from huggingface_hub import hf_hub_download
+
+    with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
+        return read_json(Path(hf_hub_download(model, MARKER)))
+
+
 def model_name(path: str) -> str:
     """Returns the name of a model's result folder: the model's path with `--` in place of `/`."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
@@ -152,14 +206,14 @@ def model_name(path: str) -> str:
 
 if __name__ == "__main__":
     with user_errors("tools.evaluate"):
-        typed(sys.argv[1:])
+        for config in eval_configs(sys.argv[1:]):
+            check_paths(config)
+            check_functions(config)
     print("loading torch …", flush=True)
 
 import torch
-from huggingface_hub import hf_hub_download
 
 import dist
-from ckpt import MARKER
 from data import fix_date, set_arguments
 from engine import Engine
 from grading.worker import Grader
@@ -167,7 +221,6 @@ from guard.checks import check_gold
 from guard.identity import (
     VERSIONS,
     Facts,
-    differences,
     fingerprint,
     folder_fingerprint,
     model_facts,
@@ -288,69 +341,6 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _decimals(value):
     return "n/a" if value is None else f"{value:.4f}"
-
-
-# --- the settings
-
-
-def eval_configs(argv: Sequence[str]) -> list[Config]:
-    """Returns a config for each model of the command line. A flag that is not given has the value with which
-    the models were trained (see `as_trained`), or else the default value. Raises UserError for wrong
-    arguments."""
-    cfg, models, given = typed(argv)
-    # The default stop strings fit --template orz.
-    if cfg.template == "chat" and "stop" not in given:
-        cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
-    return [replace(cfg, model=model) for model in models]
-
-
-def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
-    """Returns a dict: flag -> the value with which the models were trained (from torz.json). It has the flags
-    that are in EVAL_FLAGS and not in `given`. form: the text of --template, if this flag is in `given`.
-    Raises UserError if two models were trained with different settings."""
-    found = {}
-    for facts in filter(None, map(_trained, models)):
-        template = facts["template"]
-        unused = set(given)
-        inside = [name for name in ("system_prompt", "date") if facts.get(name)]
-        require(
-            unused.isdisjoint(inside),
-            "the chat template of an export has --system_prompt and --date inside",
-            "neither of them",
-        )
-        if "template" not in given:
-            require(
-                prompt_form(template) == facts["prompt"],
-                f"{template} has another text than at the training",
-                "that text, or another --template",
-            )
-        elif form != facts["prompt"]:
-            # The training's system prompt and stop strings do not fit.
-            unused |= {"system_prompt", "stop"}
-        facts["eval_temperature"] = [facts["temperature"]]
-        ours = {}
-        for name in EVAL_FLAGS:
-            if name in facts and name not in unused:
-                ours[name] = facts[name]
-        other = differences(found, ours)
-        require(
-            not other,
-            f"the models were trained with different settings ({'; '.join(other)})",
-            "one command for each model, or these flags",
-        )
-        found |= ours
-    for name, value in found.items():
-        found[name] = tuple(value) if isinstance(value, list) else value
-    return found
-
-
-def _trained(model):
-    """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
-    if not from_hub(model):
-        return read_json(Path(model, MARKER))
-    with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
-        return read_json(Path(hf_hub_download(model, MARKER)))
 
 
 # --- results

@@ -256,7 +256,9 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     for group, own in zip(groups, flags, strict=True):
         scores = _last_values(group, metric)
         first = first or scores
-        gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
+        gaps = []
+        if scores is not first:
+            gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         words = []
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
@@ -266,9 +268,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
                 row.append(f"{half_interval(numbers):.4f}")
-        if scores is first:
-            row[4:] = "", ""
-        rows.append(row)
+        rows.append(row + [""] * (6 - len(row)))
     return rows
 
 
@@ -471,9 +471,10 @@ def report_on(
     lines = []
     for run in runs:
         lines += [f"{run}", *_summary(run), ""]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        line = "\t".join(row)
-        lines.append(line.expandtabs(18))
+        cells = map(str.ljust, row, widths)
+        lines.append("  ".join(cells).rstrip())
     lines += ["", f"file  {to}"]
     show("\n".join(lines))
 
