@@ -568,7 +568,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
-        f"where --start_from {path} trains on from these weights (with --lr_decay, --steps changes the rates)"
+        f"where --start_from {path} trains on from these weights "
+        "(with --lr_decay, --steps changes the rates)"
     )
     check_unchanged(path, saved, facts["read"], needed)
     require(

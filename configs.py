@@ -980,8 +980,9 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a package of --track, a model, a template or a data file does not exist. Skips
-    names on the Hugging Face Hub. On several machines, skips models and data. Later checks cover both."""
+    """Raises UserError if a package of --track, a model, a template, a data file or a run to read does not
+    exist. Skips names on the Hugging Face Hub. On several machines, checks only packages and template. Later
+    checks cover all."""
     for name in cfg.track:
         there = importlib.util.find_spec(name) is not None
         require(there, f"--track {name}, but {name} is not installed", f"pip install {name}")
@@ -994,6 +995,11 @@ def check_paths(cfg: Config) -> None:
     for path in cfg.data + cfg.eval_data:
         if not re.match("[^/]+/[^/]+:", path):
             data_file(path)
+    for name in (cfg.resume, cfg.start_from):
+        path = Path(name)
+        places = path, path.parent / "ckpt", Path(cfg.out, "ckpt")  # the last: a run that goes on
+        there = name in ("auto", "never", "") or any(map(exists, places))
+        require(there, f"{name} is no complete checkpoint", "a run's folder, RUN/STEP or RUN/best")
 
 
 def set_allocator() -> None:

@@ -295,11 +295,10 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
         grader.check()
     for what, count in sorted(outcomes.items()):
         print(f"{what:20}{count:8}")
-    total = 0.0
     for t in terms:
         mean = math.fsum(values[t]) / max(len(values[t]), 1)
-        total += t.weight * math.fsum(values[t])
         print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
+    total = sum(t.weight * math.fsum(values[t]) for t in terms)
     print(f"mean of the sum {total / max(rows, 1):.4f}")
     for error in grader.errors.values():
         print(f"error: {error!a}")

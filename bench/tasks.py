@@ -10,7 +10,7 @@
 | `think` | `37+45=` | idle words such as `hmm,`, then a sum as in the demo |
 | `sums-3` | `137+245=` | a sum as in the demo, of three-digit numbers |
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
-| `guess` | `game 1234:` | `<tool>54</tool><result>higher</result><tool>81</tool>…`, often against the reply |
+| `guess` | `game 1234:` | `<tool>54</tool><result>higher</result><tool>81</tool>…` |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
 The last third of the pretraining texts has errors and guesses, so that the base model solves few problems."""
@@ -65,13 +65,14 @@ def tool(numbers, rng, slip):
 
 
 def guesses(numbers, rng, slip):
-    """The policy's guesses of a number from 10 to 99, and the environment's replies. A guess is random
-    between the bounds that the replies give, and with probability `slip` in all the range.
+    """The policy's guesses of a number from 10 to 99, and the environment's replies. Each guess is random
+    between the bounds that the replies give. With probability `slip`, all guesses ignore the replies.
 
     numbers: the number of the game. The hidden number does not depend on it"""
     hidden, low, high, thought = rng.randint(10, 99), 10, 99, ""
+    ignores = rng.random() < slip
     for _ in range(8):  # --max_turns
-        guess = rng.randint(10, 99) if rng.random() < slip else rng.randint(low, high)
+        guess = rng.randint(10, 99) if ignores else rng.randint(low, high)
         thought += f"<tool>{guess}</tool>"
         if guess == hidden:
             break
@@ -229,7 +230,7 @@ TASKS = {t.name: t for t in (
     task("sums-3", sums, functools.partial(pairs, digits=3)),
     task("tool", tool, functools.partial(pairs, digits=4), guesses=0.8,
          tokenizer=lambda: make_tokenizer(TOOL_TAGS)),
-    task("guess", guesses, games, PLAYED, slip=0.5, guesses=0.0,
+    task("guess", guesses, games, PLAYED, slip=0.7, guesses=0.0,
          tokenizer=lambda: make_tokenizer(TOOL_TAGS), reward="exact"),
     task("open-r1", sums, style=OPEN_R1, tokenizer=chat_tokenizer),
     task("rlvr", sums, style=RLVR, tokenizer=chat_tokenizer, dataset="gsm8k"))}

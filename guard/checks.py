@@ -342,6 +342,6 @@ def first_look(
     require(
         cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
         found,
-        f"{finds}a --max_response_len that fits, a --stop that ends responses, easier --data, "
-        "or --go to train anyway",
+        f"{finds}a --max_response_len that fits, a --stop that ends responses, "
+        "easier --data, or --go to train anyway",
     )
