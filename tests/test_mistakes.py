@@ -88,7 +88,7 @@ AT_ONCE = {
     "a checkpoint's name": (f"{RUN} --resume run/x --out o", "run/x is no complete checkpoint; needed: a"),
     "a run's name": (f"{RUN} --start_from rann --out o", "rann is no complete checkpoint; needed: a run's"),
     "a parameter": (f"{RUN} --reward r.py:more", "r.py:more has the parameters batch; needed: some of"),
-    "a function's text": (f"{RUN} --reward cut.py:f", "cut.py can't be imported (SyntaxError: "),
+    "a function's text": (f"{RUN} --reward cut.py:f", "cut.py can't be imported (Indentation"),
     "an adapter as model": ("tiny-grpo --model adapter", "adapter is the folder of a run or an adapter,"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes")}
 

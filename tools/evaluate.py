@@ -40,6 +40,7 @@ from configs import (
     MARKER,
     Config,
     Say,
+    check_model,
     check_paths,
     differences,
     explained,
@@ -104,6 +105,8 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
             models = paths[:i]
             break
     files = paths[len(models) :]
+    for model in models:
+        check_model(model)
     usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
     require(bool(files), "no data file", usage)
     names = set(map(model_name, models))

@@ -474,7 +474,7 @@ def report_on(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = map(str.ljust, row, widths)
-        lines.append("  ".join(cells).rstrip())
+        lines.append(" ".join(cells).rstrip())
     lines += ["", f"file  {to}"]
     show("\n".join(lines))
 
