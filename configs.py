@@ -1021,11 +1021,11 @@ def set_allocator() -> None:
 
 def check_model(path: str) -> None:
     """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
-    folder = Path(path)
-    adapter = folder / "adapter_config.json"
-    is_other = adapter.exists() or (folder / "ckpt").exists() or folder.parent.name == "ckpt"
+    names = [*names_in(Path(path)), Path(path).parent.name]
+    is_adapter = "adapter_config.json" in names and "config.json" not in names
     needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
-    require(not is_other, f"{path} is the folder of a run or an adapter, not of a model", needed)
+    is_model = "ckpt" not in names and not is_adapter
+    require(is_model, f"{path} is the folder of a run or an adapter, not of a model", needed)
 
 
 def from_hub(name: str) -> bool:
