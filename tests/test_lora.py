@@ -54,8 +54,8 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name", families.MODELS)
 def test_log_probs_gradients_and_merged_weights_are_those_of_peft(name, folder_of, tmp_path):
-    """PEFT reads the exported adapter, whose base is an absolute path. The bound is relative to the norm of all
-    gradients."""
+    """PEFT reads the exported adapter, which names its base by an absolute path. The bound is relative to the
+    norm of all gradients."""
     path = folder_of(name)
     policy = fill(model.Adapted(frozen(path), seed=1), 2)
     out = tmp_path / "adapter"
