@@ -65,14 +65,14 @@ def tool(numbers, rng, slip):
 
 
 def guesses(numbers, rng, slip):
-    """The policy's guesses of a number from 10 to 99, and the environment's replies. Each guess is random
-    between the bounds that the replies give. With probability `slip`, all guesses ignore the replies.
+    """The policy's guesses of a number from 10 to 99, and the environment's replies. The guesses bisect. With
+    probability `slip`, all guesses are random.
 
     numbers: the number of the game. The hidden number does not depend on it"""
     hidden, low, high, thought = rng.randint(10, 99), 10, 99, ""
     ignores = rng.random() < slip
     for _ in range(8):  # --max_turns
-        guess = rng.randint(10, 99) if ignores else rng.randint(low, high)
+        guess = rng.randint(10, 99) if ignores else (low + high) // 2
         thought += f"<tool>{guess}</tool>"
         if guess == hidden:
             break
