@@ -29,7 +29,7 @@ endif
 .PHONY: demo gsm8k test test-with-vllm test-others plan rehearse chaos bench
 
 .venv/.demo: $(REQUIREMENTS)
-	$(PYTHON) -m venv .venv
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) -r $(REQUIREMENTS)
 	touch $@
 

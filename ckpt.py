@@ -61,6 +61,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 
 import dist
 from configs import (
+    MARKER,
     Config,
     Say,
     UserError,
@@ -96,7 +97,6 @@ from model import (
     load_tokenizer,
 )
 
-MARKER = "torz.json"  # the file that marks a folder as an export
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
 OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
@@ -568,7 +568,8 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
-        f"where --start_from {path} trains on from these weights (--lr_decay: by steps)"
+        f"where --start_from {path} trains on from these weights "
+        "(with --lr_decay, --steps changes the rates)"
     )
     check_unchanged(path, saved, facts["read"], needed)
     require(
@@ -732,7 +733,7 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": os.path.abspath(source),
         "r": model.base.rank,
         "lora_alpha": model.base.alpha,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
@@ -807,6 +808,8 @@ def main(argv: list[str]) -> None:
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
+        case ["-h" | "--help"]:
+            print(__doc__)
         case ["export", run, step, out, *what] if len(what) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:

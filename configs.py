@@ -109,7 +109,8 @@ def tell_torchrun(text: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
+        with contextlib.suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 
 
 class Range(NamedTuple):
@@ -979,8 +980,9 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a package of --track, a model, a template or a data file does not exist. Skips
-    names on the Hugging Face Hub. On several machines, skips models and data. Later checks cover both."""
+    """Raises UserError if a package of --track, a model, a template, a data file or a run to read does not
+    exist. Skips names on the Hugging Face Hub. On several machines, checks only packages and template. Later
+    checks cover all."""
     for name in cfg.track:
         there = importlib.util.find_spec(name) is not None
         require(there, f"--track {name}, but {name} is not installed", f"pip install {name}")
@@ -993,6 +995,11 @@ def check_paths(cfg: Config) -> None:
     for path in cfg.data + cfg.eval_data:
         if not re.match("[^/]+/[^/]+:", path):
             data_file(path)
+    for name in (cfg.resume, cfg.start_from):
+        path = Path(name)
+        places = path, path.parent / "ckpt", Path(cfg.out, "ckpt")  # the last: a run that goes on
+        there = name in ("auto", "never", "") or any(map(exists, places))
+        require(there, f"{name} is no complete checkpoint", "a run's folder, RUN/STEP or RUN/best")
 
 
 def set_allocator() -> None:
@@ -1013,10 +1020,12 @@ def set_allocator() -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a run's folder, or a checkpoint."""
-    of_run = Path(path, "ckpt").is_dir() or Path(path).parent.name == "ckpt"
+    """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
+    names = [*names_in(Path(path)), Path(path).parent.name]
+    is_adapter = "adapter_config.json" in names and "config.json" not in names
     needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
-    require(not of_run, f"{path} is a folder of a run, not of a model", needed)
+    is_model = "ckpt" not in names and not is_adapter
+    require(is_model, f"{path} is the folder of a run or an adapter, not of a model", needed)
 
 
 def from_hub(name: str) -> bool:
@@ -1223,9 +1232,18 @@ def read_jsonl(path: Path, shape: Mapping[str, Any] = ANY) -> list[Any]:
 
 
 GIB = 2**30
+MARKER = "torz.json"  # the file that marks a folder as an export
 
 
-# --- numbers and hashes as text
+# --- numbers, hashes and differences as text
+
+
+def differences(old: Mapping, new: Mapping) -> list[str]:
+    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
+    They are compared in their JSON form (tuples become lists), because `old` may come from a JSON file."""
+    old = json.loads(json.dumps(old))
+    new = json.loads(json.dumps(new))
+    return [f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v]
 
 
 def short_hash(data: bytes) -> str:

@@ -111,10 +111,11 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         os.environ |= alone
     for name in alone:
         value = os.environ.get(name, "")
-        is_valid = bool(value) if name == "MASTER_ADDR" else value.isdecimal()
-        require(is_valid, f"RANK is set, but {name} is {value!r}", "unset RANK, or torchrun")
+        is_valid = value if name == "MASTER_ADDR" else value.isdecimal() and int(value) < 2**16
+        require(bool(is_valid), f"RANK is set, but {name} is {value!r}", "unset RANK, or torchrun")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
+    require(rank < size, f"RANK is {rank}, and WORLD_SIZE {size}", "unset RANK, or torchrun")
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available() if device == "auto" else device == "cuda"
     if cuda:

@@ -14,6 +14,7 @@ To grade responses in your own code:
 --reward is a list of graders and reward parts. A grader compares answers with gold answers, or is a user's
 function. A reward part is an extra reward, such as "format" (REWARD_PARTS)."""
 
+import ast
 import math
 import re
 from collections import Counter
@@ -25,7 +26,7 @@ from typing import Any
 from configs import Config, explained, nearest, require, run_command
 from grading.answers import KINDS, extract
 from grading.rows import read_rows
-from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
+from grading.worker import REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
 
@@ -206,22 +207,45 @@ def extractors(cfg: Config) -> dict[str, str]:
     return {"": "orz"} | found
 
 
+# Parameters of verl's and TRL's reward functions
+RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
+
+
 def check_functions(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, or a
-    function of --reward or --env is not in its file. Imports neither torch nor the user's file."""
+    """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, or as
+    `check_function` does. Imports neither torch nor the user's file."""
     terms = terms_of(cfg)
     for name in extractors(cfg).values():
         extract("", name)
-    for spec in [t.custom for t in terms] + [cfg.env]:
-        file, _, name = spec.rpartition(":")
-        if spec:
-            found = f"{spec!r} names no function in a file that exists"
-            require(Path(file).is_file(), found, SPEC)
-            text = Path(file).read_text(errors="ignore")
-            words = set(re.findall(r"\w+", text))
-            found = f"no {name!r}{nearest(name, sorted(words))} in {file}"
-            require(name in words or "import *" in text, found, SPEC)
+    for term in terms:
+        if term.custom:
+            check_function(term.custom, SCORE)
+    if cfg.env:
+        check_function(cfg.env, TURN)
     return terms
+
+
+def check_function(spec: str, known: Sequence[str]) -> None:
+    """Raises UserError if the file of FILE.py:FUNCTION lacks the function, or if one of its parameters has
+    neither a default nor a name in `known`."""
+    file, _, name = spec.rpartition(":")
+    found = f"{spec!r} names no function in a file that exists"
+    require(Path(file).is_file(), found, SPEC)
+    text = Path(file).read_text(errors="ignore")
+    words = set(re.findall(r"\w+", text))
+    found = f"no {name!r}{nearest(name, sorted(words))} in {file}"
+    require(name in words or "import *" in text, found, SPEC)
+    with explained(f"{file} can't be imported", "a file of Python"):
+        statements = ast.parse(text).body
+    for node in statements:
+        is_function = isinstance(node, ast.FunctionDef) and node.name == name
+        # A decorator, or a line such as `score = partial(score, …)`, changes the parameters.
+        if is_function and not node.decorator_list and not re.search(rf"\b{name}\s*=", text):
+            names = [arg.arg for arg in node.args.args]
+            plain = max(0, len(names) - len(node.args.defaults))
+            wrong = [word for word in names[:plain] if word not in known]
+            needed = f"some of {', '.join(known)}" + RENAME * (known is SCORE)
+            require(not wrong, f"{spec} has the parameters {', '.join(wrong)}", needed)
 
 
 # --- grading a file
@@ -240,10 +264,12 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
     terms = parse_terms(reward, TEXT_PARTS)
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
+    rows = 0
     needed = '{"response": …, "answer": …}'
     customs = [t.custom for t in terms if t.custom]
     with Grader(2, customs=customs) as grader:
         for number, row in read_rows(responses):
+            rows += 1
             with explained(f"{responses} row {number} can't be graded", needed):
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
@@ -265,13 +291,15 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
                     values[t].append(TEXT_PARTS[t.name](text))
         for (_, t), grade in grader.results().items():
             values[t].append(grade.reward)
-            outcomes[f"{t.name} {grade.reason}"] += 1
+            outcomes[f"{t.kind or t.name} {grade.reason}"] += 1
         grader.check()
     for what, count in sorted(outcomes.items()):
         print(f"{what:20}{count:8}")
     for t in terms:
         mean = math.fsum(values[t]) / max(len(values[t]), 1)
-        print(f"mean {t.name} {mean:.4f}, weight {t.weight:g}")
+        print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
+    total = sum(t.weight * math.fsum(values[t]) for t in terms)
+    print(f"mean of the sum {total / max(rows, 1):.4f}")
     for error in grader.errors.values():
         print(f"error: {error!a}")
 

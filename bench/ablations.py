@@ -32,6 +32,8 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if __name__ == "__main__":
+    print("loading torch …", flush=True)
 
 import torch
 
@@ -328,6 +330,7 @@ def figures(out: Path) -> dict[str, Any]:
 
 def train_all(waiting: list[tuple[dict, Config, Variant]], jobs: int, results: Path) -> None:
     began = time.monotonic()
+    print(f"{len(waiting)} runs to train, {jobs} at a time; earlier ones are in {results}", flush=True)
     results.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ablations-") as folder:
         files = [Path(folder, f"{i}.json") for i in range(len(waiting))]
@@ -345,7 +348,8 @@ def keep(name: dict, file: Path, status: int, results: Path) -> str:
     row = name | json.loads(file.read_text())
     with results.open("a") as lines:
         lines.write(json.dumps(row) + "\n")
-    return f"{run}: {row['accuracy']} {row['error']}"
+    accuracy = "no accuracy" if row["accuracy"] is None else f"held-out accuracy {row['accuracy']:.3f}"
+    return f"{run}: {accuracy} {row['error']}".rstrip()
 
 
 # --- statistics
@@ -751,7 +755,12 @@ def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, se
                        weights=weights[task])
             waiting.append((row, cfg, variant))
     train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
-    return read_runs(keys, bool(args.vary))
+    runs = read_runs(keys, bool(args.vary))
+    if args.vary:  # the same seeds of both variants, with the same base model
+        for (task, _), found in runs.items():
+            for key in [key for key in found if key[0] != weights.get(task) or key[1] >= seeds]:
+                del found[key]
+    return runs
 
 
 def main() -> None:

@@ -10,6 +10,7 @@
 | `think` | `37+45=` | idle words such as `hmm,`, then a sum as in the demo |
 | `sums-3` | `137+245=` | a sum as in the demo, of three-digit numbers |
 | `tool` | `3724+4581=` | `<tool>3724+4581</tool><result>8305</result>`, then the answer |
+| `guess` | `game 1234:` | `<tool>54</tool><result>higher</result><tool>81</tool>…` |
 | `open-r1`, `rlvr` | `37+45=` | sums in the chat formats of Open-R1 and of Tülu 3 |
 
 The last third of the pretraining texts has errors and guesses, so that the base model solves few problems."""
@@ -37,6 +38,7 @@ IDLE = ("hmm,", "wait,", "so,", "well,", "however,", "recheck,")
 ORZ = "", "<think>", "{thought}</think><answer>\\boxed{{{answer}}}</answer>"
 OPEN_R1 = (f"<|system|>\n{OPEN_R1_SYSTEM}\n<|user|>\n", "\n<|assistant|>\n",
            "<think>\n{thought}\n</think>\n<answer>\n{answer}\n</answer>")
+PLAYED = "", "<think>", "{thought}"
 RLVR = "<|user|>\n", "\n<|assistant|>\n", "{thought} So the answer is {answer}."
 
 
@@ -48,7 +50,7 @@ def said(x: int, rng: random.Random, slip: float) -> int:
     return abs(x + rng.choice((-10, -2, -1, 1, 2, 10))) if slip and rng.random() < slip else x
 
 
-# The next six functions return three texts: problem, thought, answer. numbers: the numbers of the problem.
+# The next seven functions return three texts: problem, thought, answer. numbers: the numbers of the problem.
 # slip: probability that a number in the thought is wrong.
 
 
@@ -60,6 +62,23 @@ def sums(numbers, rng, slip):
 def tool(numbers, rng, slip):
     a, b = numbers
     return f"{a}+{b}=", f"<tool>{a}+{b}</tool><result>{a + b}</result>", str(a + b)
+
+
+def guesses(numbers, rng, slip):
+    """The policy's guesses of a number from 10 to 99, and the environment's replies. The guesses bisect. With
+    probability `slip`, all guesses are random.
+
+    numbers: the number of the game. The hidden number does not depend on it"""
+    hidden, low, high, thought = rng.randint(10, 99), 10, 99, ""
+    ignores = rng.random() < slip
+    for _ in range(8):  # --max_turns
+        guess = rng.randint(10, 99) if ignores else (low + high) // 2
+        thought += f"<tool>{guess}</tool>"
+        if guess == hidden:
+            break
+        low, high = (max(low, guess + 1), high) if guess < hidden else (low, min(high, guess - 1))
+        thought += f"<result>{'higher' if guess < hidden else 'lower'}</result>"
+    return f"game {numbers[0]}:", thought, "none"
 
 
 def chain(numbers, rng, slip):
@@ -160,6 +179,10 @@ def think_pairs(rng: random.Random) -> list[tuple]:
     return drawn
 
 
+def games(rng: random.Random) -> list[tuple]:
+    return [(n,) for n in rng.sample(range(1000, 10_000), PROBLEMS)]
+
+
 two_digits = functools.partial(pairs, digits=2)
 chains = functools.partial(distinct, work=chain, draw=lambda rng: tuple(rng.randint(1, 9) for _ in range(6)))
 countdowns = functools.partial(distinct, work=countdown, draw=draw_countdown)
@@ -207,6 +230,8 @@ TASKS = {t.name: t for t in (
     task("sums-3", sums, functools.partial(pairs, digits=3)),
     task("tool", tool, functools.partial(pairs, digits=4), guesses=0.8,
          tokenizer=lambda: make_tokenizer(TOOL_TAGS)),
+    task("guess", guesses, games, PLAYED, slip=0.7, guesses=0.0,
+         tokenizer=lambda: make_tokenizer(TOOL_TAGS), reward="exact"),
     task("open-r1", sums, style=OPEN_R1, tokenizer=chat_tokenizer),
     task("rlvr", sums, style=RLVR, tokenizer=chat_tokenizer, dataset="gsm8k"))}
 

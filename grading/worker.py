@@ -62,10 +62,6 @@ LATE = 8  # the run ends if a user's function times out or ends a worker this of
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
-# Parameters of verl's and TRL's reward functions -> ours
-OTHERS = dict(
-    solution_str="response", completions="response", ground_truth="answer", extra_info="row"
-)
 MAKE = ["problem", "row", "seed"]  # parameters that the class of an environment with state may have
 # The server runs this file as the module __main__. Files in the project's folder, which may be the user's,
 # must not be imported in place of the standard library or of packages: so this folder comes after the
@@ -274,11 +270,6 @@ def _import_function(spec, known):
     signature = inspect.signature(function)
     # Without any of these names, the function may have **kwargs. Then it gets all arguments.
     names = [name for name in known if name in signature.parameters] or known
-    renames = [f"{name} to {OTHERS[name]}" for name in signature.parameters if name in OTHERS]
-    if renames and names is known and "response" in known:
-        raise TypeError(
-            f"rename {', '.join(renames)}; a call has one response, and returns a float"
-        )
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0

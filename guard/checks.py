@@ -144,9 +144,8 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
     if shortage:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
     disk = planned["host and disk, GiB"]["disk, all"]
-    out = Path(case.cfg.out)
-    dist.together(check_space, out.absolute(), disk * GIB)
-    say(f"{plan.verdict(case)}\nthe whole plan: {out / 'plan.json'}\n")
+    dist.together(check_space, Path(case.cfg.out).absolute(), disk * GIB)
+    say(f"{plan.verdict(case)}\n")
     return planned
 
 
@@ -333,14 +332,16 @@ def first_look(
         if s.reason == "unparsed":
             readable += [name for name in readers(s.policy_text) if name != "whole"]
     others = Counter(dist.gather_all(readable)).most_common()
-    if others and reasons["unparsed"] > len(rewards) / 20:
+    lost = reasons["unparsed"] > len(rewards) / 20 and not (cfg.env and any(rewards))
+    if others and lost:
         found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
+    finds = "answers that --extractor finds, " if lost else ""
     mostly_cut = reasons["truncated"] > len(rewards) / 2
     from_teacher = not any(term.weight for term in terms_of(cfg))
     require(
         cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
         found,
-        "answers that --extractor finds, a --max_response_len that fits, a --stop that ends "
-        "responses, easier --data, or --go to train anyway",
+        f"{finds}a --max_response_len that fits, a --stop that ends responses, "
+        "easier --data, or --go to train anyway",
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import dist
-from configs import CODE, Config, explained, require, short_hash
+from configs import CODE, Config, differences, explained, require, short_hash
 from data import Problem
 from engine import eos_ids
 from grading.worker import Grader
@@ -187,14 +187,6 @@ def weights_hash(path: str) -> str:
 
 
 # --- the comparisons
-
-
-def differences(old: Facts, new: Facts) -> list[str]:
-    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
-    They are compared in their JSON form (tuples become lists), because `old` may come from a JSON file."""
-    old = json.loads(json.dumps(old))
-    new = json.loads(json.dumps(new))
-    return [f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v]
 
 
 def check_ranks(

@@ -163,7 +163,7 @@ def load(
     kept = [policy, critic, ref if cfg.keeps_ref else None]
     models = {role.name: (role.model, role.optimizer) for role in kept if role}
     carried = []
-    lines = [left_out(cfg.model)]
+    lines = [f"the whole plan: {out / 'plan.json'}", left_out(cfg.model)]
     if resumes:
         lines.append(ckpt.resume(path, saved, models, facts))
         carried = ckpt.read_carried(path)[world.rank :: world.size]

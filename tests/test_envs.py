@@ -17,8 +17,9 @@ from test_turns import content, sampled
 
 from configs import UserError
 from grading.rows import problem_rows
-from grading.worker import Grade, Grader, Reply
+from grading.worker import SCORE, Grade, Grader, Reply
 from log import read_metrics
+from reward import check_function
 
 LOGGED = '''
 import os
@@ -164,19 +165,25 @@ def test_a_killed_process_loses_no_state(tiny, tmp_path, server):
     assert len(lost) == (0 if server else 1) and ("WorkerDied" in errors) == (not server)
 
 
-def test_killed_resumed_and_carried_runs_are_equal_to_the_undisturbed(base, tmp_path):
-    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2,
-                              eval_data=(), steps=3, save_every=1, max_response_len=40, env=logged(tmp_path))
-    rows, weights = run(cfg, tmp_path / "a", ranks=2)
+def shows_no_disturbance(cfg, folder: Path) -> None:
+    """Compares a run with one whose servers are killed, which is stopped, resumed, and killed again. The
+    environment of `cfg` kills its server when the file FOLDER/kill exists, and renames it to `killed`."""
+    cfg = dataclasses.replace(cfg, algo="grpo", critic_updates=1, round_len=5, carry=0.5, max_staleness=2,
+                              eval_data=(), steps=3, save_every=1, max_response_len=40)
+    rows, weights = run(cfg, folder / "a", ranks=2)
     assert max(row["turns"] for row in rows) > 1.5 and sum(row["carried"] for row in rows) > 5
-    (tmp_path / "kill").touch()
-    stopping = dataclasses.replace(cfg, out=str(tmp_path / "b"))
+    (folder / "kill").touch()
+    stopping = dataclasses.replace(cfg, out=str(folder / "b"))
     assert run_ranks(2, ranks.stopped, stopping, ranks.has_steps, stopping, 1) == ["", ""]
-    assert (tmp_path / "killed").exists() and len(read_metrics(tmp_path / "b")) < 3
-    (tmp_path / "killed").rename(tmp_path / "kill")
-    other_rows, other = run(cfg, tmp_path / "b", ranks=2)
-    assert (tmp_path / "killed").exists()
+    assert (folder / "killed").exists() and len(read_metrics(folder / "b")) < 3
+    (folder / "killed").rename(folder / "kill")
+    other_rows, other = run(cfg, folder / "b", ranks=2)
+    assert (folder / "killed").exists()
     assert maths(other_rows) == maths(rows) and all(torch.equal(weights[k], other[k]) for k in weights)
+
+
+def test_killed_resumed_and_carried_runs_are_equal_to_the_undisturbed(base, tmp_path):
+    shows_no_disturbance(dataclasses.replace(base, env=logged(tmp_path)), tmp_path)
 
 
 def test_a_function_is_no_class(tmp_path):
@@ -247,8 +254,8 @@ class Stops(Number):
 
 class Numbers(vf.Taskset[Number, vf.TasksetConfig]):
     def load(self):
-        for i in range(9):
-            kind = Stops if i > 6 else Number
+        for i in range(42):
+            kind = Stops if i > 39 else Number
             yield kind(Data(prompt=f"number {i}", hidden=10 + 37 * i % 90), self.config.task)
 
 class Config(vf.EnvConfig):
@@ -265,38 +272,83 @@ class Hints(vf.Env[Config]):
 
 __all__ = ["Hints", "Numbers"]
 '''
+COUNTS = '''
+import contextlib
+import os
+import signal
+import verifiers.v1 as vf
+from hints import Config, Numbers
+
+class Counts(vf.Env[Config]):
+    async def run(self, task, agents):
+        secret = task.data.hidden
+        async with agents.player.interaction(task) as chat:
+            segment = await chat.turn()
+            for turn in range(task.data.hidden % 6):
+                secret = (secret * 7 + len(segment.last_reply)) % 89 + 10
+                if secret % 9 == 0:
+                    break
+                if turn == 1:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(f"{FOLDER}/kill", f"{FOLDER}/killed")
+                        os.kill(os.getppid(), signal.SIGKILL)
+                segment = await chat.turn(f"{turn}:{secret}")
+
+__all__ = ["Counts", "Numbers"]
+'''
 
 
-def test_an_environment_of_verifiers(tmp_path, monkeypatch, capsys):
-    """The documented file plays an environment's agent. A killed worker loses no state."""
+@pytest.fixture
+def verifiers(tmp_path, monkeypatch, capsys):
+    """Returns the spec of the documented file, and a function: name, first, last -> file of rows."""
     pytest.importorskip("verifiers.v1")
     text = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
     (code,) = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if "verifiers.v1" in b]
     (tmp_path / "vf_env.py").write_text(code)
     (tmp_path / "hints.py").write_text(HINTS)
+    (tmp_path / "counts.py").write_text(f"FOLDER = {str(tmp_path)!r}\n{COUNTS}")
     monkeypatch.syspath_prepend(tmp_path)
     names = runpy.run_path(f"{tmp_path}/vf_env.py")
-    names["write_rows"]("hints", "0", "3")
-    (tmp_path / "rows.jsonl").write_text(capsys.readouterr().out)
-    rows = [json.loads(r.fields) for _, r in problem_rows(f"{tmp_path}/rows.jsonl", "math", keep_fields=True)]
+
+    def rows(name, first, last):
+        names["write_rows"](name, first, last)
+        (tmp_path / f"{name}.jsonl").write_text(capsys.readouterr().out)
+        return f"{tmp_path}/{name}.jsonl"
+
+    return f"{tmp_path}/vf_env.py:Verifiers", rows
+
+
+def test_an_environment_of_verifiers(verifiers):
+    """The documented file plays an environment's agent. A killed worker loses no state."""
+    env, file_of = verifiers
+    rows = [json.loads(r.fields) for _, r in problem_rows(file_of("hints", 0, 3), "math", keep_fields=True)]
     assert [row["task"]["hidden"] for row in rows] == [10, 47, 84]
-    env = f"{tmp_path}/vf_env.py:Verifiers"
     replies = played(env, bisects, rows[1])
     assert replies == played(env, bisects, rows[1], kill=True)
     assert len(replies) > 3 and replies[-1].reward == pytest.approx(1 + 0.5 / len(replies))
     assert {reply.text for reply in replies[:-1]} == {"<result>higher</result>", "<result>lower</result>"}
     assert played(env, says("no guess"), rows[0]) == [Reply(reward=0.5)]
     with pytest.raises(SystemExit, match="hints needs a rule @stop or @intercept; vf_env.py has no such"):
-        names["write_rows"]("hints", "6", "8")
+        file_of("hints", 39, 41)
+
+
+def test_killed_resumed_and_carried_runs_of_verifiers_are_equal_to_the_undisturbed(base, verifiers, tmp_path):
+    env, file_of = verifiers
+    file = Path(env.partition(":")[0])
+    file.write_text(file.read_text().replace("<result>{}</result>", "{}"))  # as short as a random turn
+    data = (file_of("counts", 0, 40),)
+    shows_no_disturbance(dataclasses.replace(base, env=env, data=data), tmp_path)
 
 
 def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):
     (tmp_path / "r.py").write_text(
         "def trl(prompts, completions, ground_truth, **kwargs):\n    return [0.0]\n"
+        "def late(response, batch): pass\nlate = late\n"
         "def verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
         "def ours(response, ground_truth=None):\n    return 1.0\n")
-    for name, words in (("trl", "rename completions to response, ground_truth to answer; a call has one"),
-                        ("verl", "solution_str to response, ground_truth to answer, extra_info to row; a")):
+    for name, words in (("trl", "prompts, completions, ground_truth; needed: some of response, answer, "),
+                        ("verl", "solution_str, ground_truth; .*solution_str, completions: ")):
         with pytest.raises(UserError, match=words):
-            Grader(customs=[f"{tmp_path}/r.py:{name}"])
-    Grader(customs=[f"{tmp_path}/r.py:ours"]).close()
+            check_function(f"{tmp_path}/r.py:{name}", SCORE)
+    for name in ("ours", "late"):
+        check_function(f"{tmp_path}/r.py:{name}", SCORE)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import hashlib
+import json
+import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -52,11 +54,14 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name", families.MODELS)
 def test_log_probs_gradients_and_merged_weights_are_those_of_peft(name, folder_of, tmp_path):
-    """PEFT reads the exported adapter. The bound is relative to the norm of all gradients."""
+    """PEFT reads the exported adapter, which names its base by an absolute path. The bound is relative to the
+    norm of all gradients."""
     path = folder_of(name)
     policy = fill(model.Adapted(frozen(path), seed=1), 2)
     out = tmp_path / "adapter"
-    ckpt.write_export(out, partial(ckpt.write_adapter, model=policy, source=path), {})
+    source = os.path.relpath(path)
+    ckpt.write_export(out, partial(ckpt.write_adapter, model=policy, source=source), {})
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == path
     theirs = PeftModel.from_pretrained(families.original(path), out, is_trainable=True)
     samples = ranks.make_samples(6)
     p = data.pack(samples)

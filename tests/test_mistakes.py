@@ -85,6 +85,11 @@ AT_ONCE = {
     "a step's name": ("orz-7b --profile last", "--profile is 'last'; needed: a whole number"),
     "a range without end": ("orz-7b --steps -3", "--steps is -3; needed: --steps from 0"),
     "verl's estimator": ("orz-7b algorithm.adv_estimator=gae", "(did you mean --advantage?); needed: one"),
+    "a checkpoint's name": (f"{RUN} --resume run/x --out o", "run/x is no complete checkpoint; needed: a"),
+    "a run's name": (f"{RUN} --start_from rann --out o", "rann is no complete checkpoint; needed: a run's"),
+    "a parameter": (f"{RUN} --reward r.py:more", "r.py:more has the parameters batch; needed: some of"),
+    "a function's text": (f"{RUN} --reward cut.py:f", "cut.py can't be imported (Indentation"),
+    "an adapter as model": ("tiny-grpo --model adapter", "adapter is the folder of a run or an adapter,"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes")}
 
 # Mistakes found after torch is imported -> (more arguments of train.py, part of the error).
@@ -129,7 +134,8 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the broken files and models that AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "r.py": "def score(response): pass\n", "bare.txt": "Solve this.",
+    files = {"rows.jsonl": row, "r.py": "def score(response): pass\ndef more(response, batch): pass\n",
+             "cut.py": "def f(response):", "bare.txt": "Solve this.",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n',
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
@@ -146,7 +152,7 @@ def folder(tiny, base, tmp_path_factory):
     save_file(load_file(f"{tiny}/model.safetensors") | {"score.weight": torch.ones(1, config["hidden_size"])},
               path / "critic" / "model.safetensors")
     (path / "linked/vocab.json").symlink_to("gone")
-    for name in ("ran/ckpt", "dir.json"):
+    for name in ("ran/ckpt", "dir.json", "adapter/adapter_config.json"):
         (path / name).mkdir(parents=True)
     (path / "full").mkdir()
     (path / "full" / "config.json").write_text("{}")
@@ -244,9 +250,14 @@ def test_without_the_environment_a_command_says_what_to_activate():
 
 
 def test_a_rank_without_torchrun_is_one_line(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="RANK is set, but .*; needed: unset RANK"):
-        dist.init()
+    alone = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="x", MASTER_PORT="99999")
+    for changes, words in ({"MASTER_PORT": ""}, "RANK is set, but MASTER_PORT is ''; needed: unset RANK"), (
+            {}, "MASTER_PORT is '99999'; needed: "), (
+            {"WORLD_SIZE": "0", "MASTER_PORT": "1"}, "RANK is 0, and WORLD_SIZE 0; needed: unset RANK"):
+        for name, value in (alone | changes).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=words):
+            dist.init()
 
 
 def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the ranks are small programs

@@ -597,7 +597,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     for argv, words in (([a, b, "a.json"], "different settings (stop: "),
                         ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
                         ([f"{tmp_path}/old", "a.json", "--date", "2"], "export has --system_prompt and --d"),
-                        ([f"{tmp_path}/run", "a.json"], "is a folder of a run, not of a model; needed: ")):
+                        ([f"{tmp_path}/run", "a.json"], "is the folder of a run or an adapter, not of a")):
         with pytest.raises(UserError, match=re.escape(words)):
             eval_configs(argv)
 

@@ -110,7 +110,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert re.search(r"aime/avg@1 +0.300 → 0.900 \(best 0.900 at step 24\)\n", text)
     assert "problem</b> 2" in text and re.search(r"alarms +1\n", text)
     assert "!! step 12: the <b>disk</b> is full\n" in text
-    assert "  base    ✗ eval 0.2 </pre>" in text and "  trained ✓ eval 12.2 </pre>" in text
+    assert "  step_000000 ✗ eval 0.2 </pre>" in text and "  step_000012 ✓ eval 12.2 </pre>" in text
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@1": 0.5}\n')  # the run has only begun
     assert "0.500" in story(tmp_path)
 

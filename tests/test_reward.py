@@ -652,9 +652,10 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[:-1] == [
-        "accuracy correct 1", "accuracy truncated 1", "accuracy unparsed 2", "own partial 1", "score error 1",
-        "score partial 3", "score truncated 1", "mean accuracy 0.2500, weight 1",
-        "mean score 0.3000, weight 2", "mean own 0.5000, weight 1", "mean format 0.4000, weight 0.5"]
+        "math correct 1", "math truncated 1", "math unparsed 2", "own partial 1", "score error 1",
+        "score partial 3", "score truncated 1", "mean math 0.2500, weight 1",
+        "mean score 0.3000, weight 2", "mean own 0.5000, weight 1", "mean format 0.4000, weight 0.5",
+        f"mean of the sum {(4 * 0.25 + 2 * 5 * 0.3 + 0.5 + 0.5 * 5 * 0.4) / 5:.4f}"]
     assert f"by zero ({tmp_path}/my.py, line 2)" in lines[-1]
 
 

@@ -35,16 +35,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import hf_hub_download
-
-import dist
-from ckpt import MARKER
 from configs import (
     DATA_FILES,
+    MARKER,
     Config,
     Say,
     check_model,
+    check_paths,
+    differences,
     explained,
     from_hub,
     given_flags,
@@ -56,137 +54,7 @@ from configs import (
     show,
     user_errors,
 )
-from data import fix_date, set_arguments
-from engine import Engine
-from grading.worker import Grader
-from guard.checks import check_gold
-from guard.identity import (
-    VERSIONS,
-    Facts,
-    differences,
-    fingerprint,
-    folder_fingerprint,
-    model_facts,
-)
-from guard.lock import FolderLock
-from guard.watch import watch
-from model import (
-    Policy,
-    files_weights,
-    load_config,
-    load_tokenizer,
-    on_meta,
-    resolve,
-)
-from reward import graders_of
-from rollout import (
-    Scores,
-    Sets,
-    check_engine_flags,
-    check_graders,
-    check_tokens,
-    load_sets,
-    make_engine,
-    make_grader,
-    mean,
-    score_sets,
-    set_names,
-    terms_of,
-)
-
-# --- statistics
-
-
-def std_error(values: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of n values, one value per problem; None if n < 2. If
-    the values are differences between two models, it is the paired standard error (arXiv 2411.00640)."""
-    if len(values) < 2:
-        return None
-    return statistics.stdev(values) / math.sqrt(len(values))
-
-
-def _estimates(metrics):
-    """Returns a dict: metric -> mean and standard error. metrics: metric -> one value per problem"""
-    return {
-        name: {"value": mean(values), "stderr": std_error(values)}
-        for name, values in metrics.items()
-    }
-
-
-def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns the item "sets" of scores.json, a dict: name of an evaluation set -> its file, size, scores."""
-    return {
-        name: {
-            "file": cfg.eval_data[i],
-            "hash": fingerprint(problems),
-            "problems": len(problems),
-            "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
-            "metrics": _estimates(scores[name]),
-        }
-        for i, (name, problems) in enumerate(sets.items())
-    }
-
-
-def paired_differences(
-    sets: Sets, scores: Scores, first_sets: Sets, first_scores: Scores
-) -> dict[str, Any]:
-    """Returns, for each evaluation set, a model's metrics minus the first model's, with paired standard
-    errors. Only problems that both models have are compared."""
-    found = {}
-    for name, problems in sets.items():
-        firsts = {problem.where: i for i, problem in enumerate(first_sets[name])}
-        pairs = []  # places of a problem in both models' lists
-        for i, problem in enumerate(problems):
-            if problem.where in firsts:
-                pairs.append((i, firsts[problem.where]))
-        gaps = {}
-        for metric, values in scores[name].items():
-            others = first_scores[name][metric]
-            gaps[metric] = [values[i] - others[j] for i, j in pairs]
-        found[name] = {"problems": len(pairs), "metrics": _estimates(gaps)}
-    return found
-
-
-# --- tables, at most 80 characters wide
-
-
-def score_table(sets: Mapping[str, Any]) -> list[str]:
-    """Returns a table of one model's metrics. sets: the result of `summary`"""
-    lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
-    for name, found in sets.items():
-        for metric, score in found["metrics"].items():
-            lines.append(
-                f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
-                f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}"
-            )
-    return lines
-
-
-def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a table with a line for each evaluation set, metric (avg@n, pass@k, maj@n) and model. From the
-    second model on, it also has the value minus the first model's value.
-
-    results: the content of each model's scores.json"""
-    lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
-    for name, found in results[0]["sets"].items():
-        for metric, result in itertools.product(found["metrics"], results):
-            if "@" not in metric:
-                continue
-            score = result["sets"][name]["metrics"][metric]
-            versus = ""
-            if "differences" in result:
-                gap = result["differences"][name]["metrics"][metric]
-                versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
-            value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
-            model = result["model"][-26:]
-            of_set = f"{name}/{metric}"[-19:]
-            lines.append(f"{model:26} {of_set:19} {value:>15} {versus:>16}".rstrip())
-    return lines
-
-
-def _decimals(value):
-    return "n/a" if value is None else f"{value:.4f}"
-
+from reward import check_functions, graders_of, terms_of
 
 # --- the command line
 
@@ -327,17 +195,158 @@ def _trained(model):
     """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
     if not from_hub(model):
         return read_json(Path(model, MARKER))
+    from huggingface_hub import hf_hub_download
+
     with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
         return read_json(Path(hf_hub_download(model, MARKER)))
-
-
-# --- results
 
 
 def model_name(path: str) -> str:
     """Returns the name of a model's result folder: the model's path with `--` in place of `/`."""
     inside = os.path.abspath(path).removeprefix(f"{Path.cwd()}/")
     return inside.strip("/").replace("/", "--")
+
+
+if __name__ == "__main__":
+    with user_errors("tools.evaluate"):
+        for config in eval_configs(sys.argv[1:]):
+            check_paths(config)
+            check_functions(config)
+    print("loading torch …", flush=True)
+
+import torch
+
+import dist
+from data import fix_date, set_arguments
+from engine import Engine
+from grading.worker import Grader
+from guard.checks import check_gold
+from guard.identity import (
+    VERSIONS,
+    Facts,
+    fingerprint,
+    folder_fingerprint,
+    model_facts,
+)
+from guard.lock import FolderLock
+from guard.watch import watch
+from model import (
+    Policy,
+    files_weights,
+    load_config,
+    load_tokenizer,
+    on_meta,
+    resolve,
+)
+from rollout import (
+    Scores,
+    Sets,
+    check_engine_flags,
+    check_graders,
+    check_tokens,
+    load_sets,
+    make_engine,
+    make_grader,
+    mean,
+    score_sets,
+    set_names,
+)
+
+# --- statistics
+
+
+def std_error(values: Sequence[float]) -> float | None:
+    """Returns the standard error of the mean of n values, one value per problem; None if n < 2. If
+    the values are differences between two models, it is the paired standard error (arXiv 2411.00640)."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _estimates(metrics):
+    """Returns a dict: metric -> mean and standard error. metrics: metric -> one value per problem"""
+    return {
+        name: {"value": mean(values), "stderr": std_error(values)}
+        for name, values in metrics.items()
+    }
+
+
+def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
+    """Returns the item "sets" of scores.json, a dict: name of an evaluation set -> its file, size, scores."""
+    return {
+        name: {
+            "file": cfg.eval_data[i],
+            "hash": fingerprint(problems),
+            "problems": len(problems),
+            "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
+            "metrics": _estimates(scores[name]),
+        }
+        for i, (name, problems) in enumerate(sets.items())
+    }
+
+
+def paired_differences(
+    sets: Sets, scores: Scores, first_sets: Sets, first_scores: Scores
+) -> dict[str, Any]:
+    """Returns, for each evaluation set, a model's metrics minus the first model's, with paired standard
+    errors. Only problems that both models have are compared."""
+    found = {}
+    for name, problems in sets.items():
+        firsts = {problem.where: i for i, problem in enumerate(first_sets[name])}
+        pairs = []  # places of a problem in both models' lists
+        for i, problem in enumerate(problems):
+            if problem.where in firsts:
+                pairs.append((i, firsts[problem.where]))
+        gaps = {}
+        for metric, values in scores[name].items():
+            others = first_scores[name][metric]
+            gaps[metric] = [values[i] - others[j] for i, j in pairs]
+        found[name] = {"problems": len(pairs), "metrics": _estimates(gaps)}
+    return found
+
+
+# --- tables, at most 80 characters wide
+
+
+def score_table(sets: Mapping[str, Any]) -> list[str]:
+    """Returns a table of one model's metrics. sets: the result of `summary`"""
+    lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
+    for name, found in sets.items():
+        for metric, score in found["metrics"].items():
+            lines.append(
+                f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
+                f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}"
+            )
+    return lines
+
+
+def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a table with a line for each evaluation set, metric (avg@n, pass@k, maj@n) and model. From the
+    second model on, it also has the value minus the first model's value.
+
+    results: the content of each model's scores.json"""
+    lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
+    for name, found in results[0]["sets"].items():
+        for metric, result in itertools.product(found["metrics"], results):
+            if "@" not in metric:
+                continue
+            score = result["sets"][name]["metrics"][metric]
+            versus = ""
+            if "differences" in result:
+                gap = result["differences"][name]["metrics"][metric]
+                versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
+            value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
+            model = result["model"][-26:]
+            of_set = f"{name}/{metric}"[-19:]
+            lines.append(f"{model:26} {of_set:19} {value:>15} {versus:>16}".rstrip())
+    return lines
+
+
+def _decimals(value):
+    return "n/a" if value is None else f"{value:.4f}"
+
+
+# --- results
 
 
 def result_folder(cfg: Config, models: int) -> Path:

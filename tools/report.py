@@ -12,11 +12,15 @@ import base64
 import csv
 import math
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from html import escape
 from itertools import chain, cycle, product
 from pathlib import Path
+
+if __name__ == "__main__":
+    print("loading torch …", file=sys.stderr)
 
 import numpy as np
 
@@ -252,7 +256,9 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     for group, own in zip(groups, flags, strict=True):
         scores = _last_values(group, metric)
         first = first or scores
-        gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
+        gaps = []
+        if scores is not first:
+            gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         words = []
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
@@ -262,9 +268,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
                 row.append(f"{half_interval(numbers):.4f}")
-        if scores is first:
-            row[4:] = "", ""
-        rows.append(row)
+        rows.append(row + [""] * (6 - len(row)))
     return rows
 
 
@@ -307,8 +311,8 @@ def story(run: Path) -> str:
         last = read_jsonl(files[-1], ROW)
         for base, trained in zip(first, last, strict=False):
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
-            for name, row in ("base   ", base), ("trained", trained):
-                lines.append(f"  {name} {_mark(row)} {shorten(row['response'])}")
+            for file, row in (files[0], base), (files[-1], trained):
+                lines.append(f"  {file.stem} {_mark(row)} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
     lines += [
@@ -467,9 +471,10 @@ def report_on(
     lines = []
     for run in runs:
         lines += [f"{run}", *_summary(run), ""]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        line = "\t".join(row)
-        lines.append(line.expandtabs(18))
+        cells = map(str.ljust, row, widths)
+        lines.append(" ".join(cells).rstrip())
     lines += ["", f"file  {to}"]
     show("\n".join(lines))
 
