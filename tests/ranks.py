@@ -398,6 +398,8 @@ def mistakes(commands: list[list[str]]) -> list[str]:
 
 
 def first_rows(cfgs):
+    """Trains with each config. Returns the metrics of the steps. No run exports its models."""
+    train.finish = lambda run: None
     assert not any(main(cfg) for cfg in cfgs)
     return [read_metrics(Path(cfg.out)) for cfg in cfgs]
 

@@ -94,7 +94,7 @@ def test_rewards_of_several_parts_are_weighted_and_counted_apart(base, tmp_path)
     """The metric `reward` is the mean of --reward's first term without its weight. A failed call gives 0."""
     reward = (f"{base.reward[0]}=2", base.reward[0].replace("digits", "broken"), "repetition=0.5")
     cfg = dataclasses.replace(base, reward=reward, nonstop_penalty=3.0, steps=1)
-    (row, *_), _ = run(cfg, tmp_path / "r", ranks=2)
+    (row, *_), _ = run(cfg, tmp_path / "r")
     assert row["reward"] > 0 and row["grade/error"] == 0
     assert row["reward/broken"] == 0 and row["reward/broken/failed"] == 1 - row["truncated"]
     assert row["reward/nonstop"] == -3 * row["truncated"] and row["reward/repetition"] <= 0

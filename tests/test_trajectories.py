@@ -106,8 +106,8 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     """GRPO needs all samples of a prompt. PPO does not, so a step takes the oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
-    (steps, left), = run_ranks(1, sampled, folders, settings)
-    parts, seen = run_ranks(2, sampled, folders, settings), []
+    (steps, left), = run_ranks(1, sampled, folders[:4], settings)
+    parts, seen = run_ranks(2, sampled, folders[:4], settings), []
     for step, ((numbers, samples), rest) in enumerate(zip(steps, left, strict=True)):
         keys = [(s.prompt_id, s.sample_id) for s in samples]
         assert len(keys) == 12 and keys == sorted(keys) and {i for i, _ in keys} == set(numbers)
@@ -140,11 +140,12 @@ def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
 
 def test_a_round_as_long_as_a_response_deals_samples_once(folders):
     settings = dict(round_len=30, carry=0.0)
+    folders = folders[:2]  # nothing is carried from step to step
     whole = [content(samples) for _, samples in run_ranks(1, sampled, folders, settings)[0][0]]
     assert all(len(step) == 12 for step in whole)
     for count in (2, 3):
         parts = [steps for steps, left in run_ranks(count, sampled, folders, settings)]
-        assert [content(sum((of_rank[i][1] for of_rank in parts), [])) for i in range(6)] == whole
+        assert [content(sum((of_rank[i][1] for of_rank in parts), [])) for i in range(2)] == whole
         rounds = run_ranks(count, drawn, folders[0], 30)
         assert all(len(of_rank) == 1 for of_rank in rounds)
         assert all({prompt for prompt, _ in only} == set(range(4)) for (only,) in rounds)
