@@ -125,8 +125,12 @@ def repeated_ngrams(text: str, n: int = 3) -> float:
     """Returns the fraction of word n-grams that occurred earlier in the text (Open-R1's repetition penalty,
     times -1)."""
     words = text.lower().split()
-    grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    grams = []
+    for end in range(n, len(words) + 1):
+        grams.append(tuple(words[end - n : end]))
+    if not grams:
+        return 0.0
+    return 1 - len(set(grams)) / len(grams)
 
 
 # The reward parts that read only the response's text.
@@ -163,7 +167,8 @@ def overlong(group: Sequence[Any], cfg: Config) -> list[float]:
     for s in group:
         longest = min(cfg.max_response_len, cfg.model_len - len(s.prompt))
         over = len(s.ids) - (longest - buffer)
-        penalties.append(-min(max(over / buffer, 0.0), 1.0))
+        share = max(over / buffer, 0.0)
+        penalties.append(-min(share, 1.0))
     return penalties
 
 
@@ -238,9 +243,11 @@ def check_function(spec: str, known: Sequence[str]) -> None:
     with explained(f"{file} can't be imported", "a file of Python"):
         statements = ast.parse(text).body
     for node in statements:
-        is_function = isinstance(node, ast.FunctionDef) and node.name == name
+        if not isinstance(node, ast.FunctionDef) or node.name != name:
+            continue
         # A decorator, or a line such as `score = partial(score, …)`, changes the parameters.
-        if is_function and not node.decorator_list and not re.search(rf"\b{name}\s*=", text):
+        changed = node.decorator_list or re.search(rf"\b{name}\s*=", text)
+        if not changed:
             names = [arg.arg for arg in node.args.args]
             plain = max(0, len(names) - len(node.args.defaults))
             wrong = [word for word in names[:plain] if word not in known]
@@ -251,7 +258,12 @@ def check_function(spec: str, known: Sequence[str]) -> None:
 # --- grading a file
 
 
-def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: str = "orz") -> None:
+def dry_run(
+    responses: str,
+    /,
+    reward: tuple[str, ...] = ("math",),
+    extractor: str = "orz",
+) -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), the
     mean of each term, and the errors.
 
@@ -274,7 +286,11 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
                     text = "\n".join(row["segments"][::2])
-                shown = dict(problem=row.get("problem"), row=row.get("row", row), sample=row)
+                shown = dict(
+                    problem=row.get("problem"),
+                    row=row.get("row", row),
+                    sample=row,
+                )
                 for t in graders_of(row.get("dataset", ""), terms):
                     grader.submit(
                         (number, t),
@@ -295,10 +311,12 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
         grader.check()
     for what, count in sorted(outcomes.items()):
         print(f"{what:20}{count:8}")
+    total = 0.0
     for t in terms:
-        mean = math.fsum(values[t]) / max(len(values[t]), 1)
+        of_term = math.fsum(values[t])
+        total += t.weight * of_term
+        mean = of_term / max(len(values[t]), 1)
         print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
-    total = sum(t.weight * math.fsum(values[t]) for t in terms)
     print(f"mean of the sum {total / max(rows, 1):.4f}")
     for error in grader.errors.values():
         print(f"error: {error!a}")
