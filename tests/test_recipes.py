@@ -159,11 +159,12 @@ TERMS = {"orz-7b-grpo": [dict(advantage="group_mean")],
 
 
 def analogue(name, base, folder):
-    """Returns a config with the algorithm of preset `name` and the sizes of `base`. It does not save."""
+    """Returns a config with the algorithm of preset `name` and the sizes of `base`, but half as many prompts.
+    It does not save."""
     preset = PRESETS[name]
-    sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
-        samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
-        critic_lr go out epochs total_episodes recompute""".split()
+    sizes = """model data eval_data template system_prompt stop device dtype samples_per_prompt max_prompt_len
+        max_response_len max_model_len pack_len max_num_seqs policy_lr critic_lr go out epochs total_episodes
+        recompute""".split()
     weight = preset.reward[0].partition("=")[2] or "1"
     (folder / "some.py").write_text(
         "def digits(response, answer, kind):\n"
@@ -172,6 +173,7 @@ def analogue(name, base, folder):
         preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, save_every=0, warmup_updates=0,
         # The reference differs from the policy after the first step, the rate's decay shows in the third.
         steps=3 if dict(lr_decay="constant") in TERMS[name] else 2 if preset.kl_coef else 1,
+        prompts_per_step=base.prompts_per_step // 2,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         passes_per_step=min(preset.passes_per_step, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
