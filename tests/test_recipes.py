@@ -241,7 +241,7 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
-    # Other processes share the pages of the libraries, so how many there are changes a rank's share.
+    # The run is a fork of pytest's process, which holds more after other tests.
     assert 0.5 < row["mem/host_peak_gb"] < plan["host and disk, GiB"]["machine"]
     assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 8192
 
