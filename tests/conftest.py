@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections import Counter
 from pathlib import Path
 
@@ -27,7 +26,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PYTHONPATH = os.environ.get("PYTHONPATH")
 
 import pytest
 import torch
@@ -38,7 +36,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
-import grading.worker
 from bench.rehearse import free_port
 from tools import tiny as tiny_model
 
@@ -132,16 +129,9 @@ def _rank(target, rank, world, port, file, args):
     gc.freeze()  # vLLM collects garbage at each sleep, which takes 0.3 s with all imported modules
     # Forked processes share tqdm's lock. A rank killed while holding it would block the others.
     tqdm.set_lock(threading.RLock())
-    fork_graders()
     torch.save(target(*args), file)
     sys.stdout.flush()
     os._exit(0)  # only the parent process may run pytest's exit handlers
-
-
-@functools.cache
-def import_math_verify() -> None:
-    """It takes two seconds, so it is done once here, not by each rank's grading server."""
-    grading.worker._warm()
 
 
 def start_ranks(world: int, target, *args):
@@ -150,7 +140,6 @@ def start_ranks(world: int, target, *args):
     import tempfile
 
     assert not torch.distributed.is_initialized()
-    import_math_verify()
     context = mp.get_context("fork")
     folder, port = tempfile.TemporaryDirectory(), free_port()
     processes = [context.Process(target=_rank, args=(target, r, world, port, f"{folder.name}/{r}", args))
@@ -173,22 +162,19 @@ def run_ranks(world: int, target, *args):
         return [torch.load(f"{folder.name}/{r}", weights_only=False) for r in range(world)]
 
 
-def forked(*words, environment=None, pass_fds=(), **options) -> subprocess.Popen:
+def forked(*words, environment=None, **options) -> subprocess.Popen:
     """Runs `python WORDS…` in a fork, which needs no new imports, with pipes for stdout and stderr. The ranks
     that it launches are forks of it.
 
     environment: all its environment variables; None: those of this process
-    pass_fds: the open files, besides 0, 1 and 2, that it gets
     options: of subprocess.Popen"""
-
-    import_math_verify()
 
     def script():
         # subprocess waits until one of these files is closed. Their numbers stay in use: no new socket may
         # get the number of a file that an object of the parent still writes to, or closes.
         null = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number not in pass_fds:
+            if number > 2:
                 with contextlib.suppress(OSError):
                     os.dup2(null, number, inheritable=False)
         if environment is not None:
@@ -200,13 +186,10 @@ def forked(*words, environment=None, pass_fds=(), **options) -> subprocess.Popen
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 signal.signal(number, default)
         SubprocessHandler._popen = fork_rank
-        fork_graders()
         # torchrun looks at its stack often. For some frames, `inspect` searches all imported modules.
         inspect.getmodule = lambda *_: None
         sys.argv, sys.stdout, sys.stderr = [*words], open(1, "w", buffering=1), open(2, "w", buffering=1)
         run = runpy.run_path
-        if words[0] == "-c":
-            sys.argv, run = [*words[1:]], grade
         if words[0] == "-m":
             sys.argv, run = sys.argv[1:], functools.partial(runpy.run_module, alter_sys=True)
         tqdm.set_lock(threading.RLock())
@@ -231,28 +214,6 @@ def fork_rank(handler, args, environment) -> subprocess.Popen:
     assert args[:2] == (sys.executable, "-u"), args
     return forked(*args[2:], environment=environment, stdout=handler._stdout, stderr=handler._stderr,
                   start_new_session=True)
-
-
-def fork_graders() -> None:
-    grading.worker.subprocess = types.SimpleNamespace(DEVNULL=subprocess.DEVNULL, Popen=fork_grader)
-
-
-def fork_grader(words, env, **options) -> subprocess.Popen:
-    """Replaces the function that starts a grading server of a rank, `python -P -c CODE …`. The fork needs not
-    import math-verify. Tests of grading run in pytest's process, where each server is a new Python."""
-    if env.get("PYTHONPATH") != PYTHONPATH:
-        return subprocess.Popen(words, env=env, **options)
-    return forked(*words[2:], environment=env, stderr=None, **options)
-
-
-def grade(code: str, run_name: str) -> None:
-    """Runs the code of a grading server, without torz's modules and folders that a new Python lacks."""
-    own = str(ROOT), str(ROOT / "tests")
-    sys.path[:] = [path for path in sys.path if path not in (*own, "")]
-    for name, module in list(sys.modules.items()):
-        if os.path.dirname(getattr(module, "__file__", None) or "/") in own or name == "grading.worker":
-            del sys.modules[name]
-    exec(code, {"__name__": run_name})
 
 
 REWARD = '''

@@ -18,6 +18,7 @@ from conftest import ROOT, forked, run_ranks
 from safetensors.torch import load_file, save_file
 
 import ckpt
+import configs
 import dist
 import reward
 from configs import UserError, check_paths, parse, run_command
@@ -207,6 +208,7 @@ def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_im
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
     monkeypatch.chdir(folder)
+    monkeypatch.setattr(configs, "PATIENCE", 0.05)
     common = ["tiny-ppo", "--model", tiny, "--eval_data", *base.data, "--dtype", "float32",
               "--go", "--out", "run"]
     commands = [[*common, *([] if "--data" in typed else ["--data", *base.data]), *typed.split()]

@@ -159,11 +159,12 @@ TERMS = {"orz-7b-grpo": [dict(advantage="group_mean")],
 
 
 def analogue(name, base, folder):
-    """Returns a config with the algorithm of preset `name` and the sizes of `base`. It does not save."""
+    """Returns a config with the algorithm of preset `name` and the sizes of `base`, but half as many prompts.
+    It does not save."""
     preset = PRESETS[name]
-    sizes = """model data eval_data template system_prompt stop device dtype prompts_per_step
-        samples_per_prompt max_prompt_len max_response_len max_model_len pack_len max_num_seqs policy_lr
-        critic_lr go out epochs total_episodes recompute""".split()
+    sizes = """model data eval_data template system_prompt stop device dtype samples_per_prompt max_prompt_len
+        max_response_len max_model_len pack_len max_num_seqs policy_lr critic_lr go out epochs total_episodes
+        recompute""".split()
     weight = preset.reward[0].partition("=")[2] or "1"
     (folder / "some.py").write_text(
         "def digits(response, answer, kind):\n"
@@ -172,6 +173,7 @@ def analogue(name, base, folder):
         preset, **{k: getattr(base, k) for k in sizes}, eval_every=0, save_every=0, warmup_updates=0,
         # The reference differs from the policy after the first step, the rate's decay shows in the third.
         steps=3 if dict(lr_decay="constant") in TERMS[name] else 2 if preset.kl_coef else 1,
+        prompts_per_step=base.prompts_per_step // 2,
         policy_updates=min(preset.policy_updates, 4), critic_updates=min(preset.critic_updates, 2),
         passes_per_step=min(preset.passes_per_step, 2),
         resample_rounds=min(preset.resample_rounds, 1), overlong_buffer=8 * bool(preset.overlong_buffer),
@@ -239,7 +241,8 @@ def test_the_gsm8k_preset_takes_a_step_at_its_models_shape(tmp_path):
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert row["grad_norm/policy"] > 0 and row["response_len"] > 6
-    assert 1 < row["mem/host_peak_gb"] < plan["host and disk, GiB"]["machine"]
+    # The run is a fork of pytest's process, which holds more after other tests.
+    assert 0.5 < row["mem/host_peak_gb"] < plan["host and disk, GiB"]["machine"]
     assert transformers.AutoConfig.from_pretrained(tmp_path / "run/export/policy").vocab_size == 8192
 
 
@@ -506,8 +509,8 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
     """After each epoch (2 steps), the reference is a copy of the policy, so the KL is 0 again."""
-    cfg = dataclasses.replace(base, kl_coef=0.1, ref_refresh=True, prompts_per_step=20, samples_per_prompt=2,
-                              critic_updates=1, steps=4, save_every=3, eval_data=())
+    cfg = dataclasses.replace(base, algo="grpo", kl_coef=0.1, ref_refresh=True, prompts_per_step=20,
+                              samples_per_prompt=2, critic_updates=1, steps=4, save_every=3, eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
     kl = [r["kl"] for r in rows if "kl" in r]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4
