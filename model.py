@@ -186,10 +186,10 @@ class Segments:
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
-        # size -> (start, end) of the segments whose lengths have `size` bits
+        # size -> (start, end) of the segments whose lengths round up to 2 ** size
         groups = defaultdict(list)
         for start, end in pairwise(self.cu_seqlens.tolist()):
-            size = max(16, end - start).bit_length()
+            size = (max(16, end - start) - 1).bit_length()
             groups[size].append((start, end))
         slots = [0] * end  # of each token of the pack, which has `end` tokens
         tokens = []  # index in the pack of the token in each slot
@@ -513,10 +513,12 @@ def logits_grad(
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
     log_p = torch.add(-lse[:, None], z, alpha=scale)
     g = log_p.exp()
-    log_p.add_(entropy[:, None])
-    log_p.mul_(g_entropy[:, None])
-    log_p.add_(g_logp[:, None])
-    g *= log_p.neg_()
+    factor = g_logp[:, None]
+    if g_entropy.any():  # without --entropy_coef, four passes over the logits are saved
+        log_p.add_(entropy[:, None])
+        log_p.mul_(g_entropy[:, None])
+        factor = log_p.add_(factor)
+    g *= -factor
     g.scatter_add_(1, targets[:, None], g_logp[:, None])
     return g.mul_(scale).to(dtype)
 
