@@ -186,10 +186,10 @@ class Segments:
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
-        # size -> (start, end) of the segments whose lengths round up to 2 ** size
+        # size -> (start, end) of the segments whose lengths have `size` bits
         groups = defaultdict(list)
         for start, end in pairwise(self.cu_seqlens.tolist()):
-            size = (max(16, end - start) - 1).bit_length()
+            size = max(16, end - start).bit_length()
             groups[size].append((start, end))
         slots = [0] * end  # of each token of the pack, which has `end` tokens
         tokens = []  # index in the pack of the token in each slot
@@ -518,9 +518,9 @@ def logits_grad(
         log_p.add_(entropy[:, None])
         log_p.mul_(g_entropy[:, None])
         factor = log_p.add_(factor)
-    g *= -factor
-    g.scatter_add_(1, targets[:, None], g_logp[:, None])
-    return g.mul_(scale).to(dtype)
+    g *= factor
+    g.scatter_add_(1, targets[:, None], -g_logp[:, None])
+    return g.mul_(-scale).to(dtype)
 
 
 def chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
