@@ -381,25 +381,29 @@ class FusedDecoder:
     """Computes a decoding step. For the model types LLAMA_LIKE, it needs fewer operations than Policy.hidden,
     and so less time. For other model types, it calls Policy.hidden."""
 
-    def __init__(self, policy: Policy, positions: int) -> None:
-        """Changes the storage of the weights, see `join`. positions: the largest number of tokens"""
+    def __init__(self, policy: Policy) -> None:
+        """Changes the storage of the weights, see `join`."""
         self.policy = policy
         self.fused = policy.config.model_type in LLAMA_LIKE
         self.qkv = []  # weight and bias of each layer
         self.gate_up = []
         if self.fused:
-            like = policy.lm_head.weight
-            position = torch.arange(positions, device=like.device)
-            cos, sin = policy.model.rotary_emb(like, position[:, None])  # (positions, 1, d)
-            first, second = sin.chunk(2, -1)
-            self.cos = cos
-            self.sin = torch.cat([-first, second], -1)
             for layer in policy.model.layers:
                 attention = layer.self_attn
                 qkv = join(attention, "q_proj", "k_proj", "v_proj")
                 self.qkv.append(qkv)
                 gate_up = join(layer.mlp, "gate_proj", "up_proj")
                 self.gate_up.append(gate_up)
+
+    def prepare(self, positions: int) -> None:
+        """Compute the rotary angles of the first `positions` positions."""
+        if not self.fused:
+            return
+        like = self.policy.lm_head.weight
+        position = torch.arange(positions, device=like.device)
+        self.cos, sin = self.policy.model.rotary_emb(like, position[:, None])  # (positions, 1, d)
+        first, second = sin.chunk(2, -1)
+        self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
@@ -557,7 +561,7 @@ class TorchEngine(Engine):
         super().__init__(path, tokenizer, cfg, device, dtype)
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
-        self.decoder = FusedDecoder(self.policy, cfg.engine_len)
+        self.decoder = FusedDecoder(self.policy)
         self.kernel = None
         self.page = 0  # tokens of a page; 0: rows
         # FlashAttention takes bf16 and fp16
@@ -625,9 +629,11 @@ class TorchEngine(Engine):
         if not self.page:
             count = min(count, len(waiting))
             columns = max(r.read for r in waiting) + max(r.limit for r in waiting)
+            self.decoder.prepare(columns)
             cache = Rows(self.config, count, columns, count, 1, like)
             return Slots(cache, look=1)
         if self.slots is None:
+            self.decoder.prepare(self.cfg.engine_len)
             width = math.ceil(self.cfg.engine_len / self.page)
 
             cache = Pages(
