@@ -694,9 +694,8 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     scores = np.array([s.score for s in samples])
     rewards = np.zeros(len(number), np.float32)
     rewards[last] = scores * (last > 0)
-    unique, inverse = unique_prefixes(
-        segments
-    )  # a prompt that several samples share is computed once
+    # A prompt that several samples share is computed once.
+    unique, inverse = unique_prefixes(segments)
     arrays = dict(
         tokens=np.concatenate(segments),
         positions=positions,

@@ -533,7 +533,7 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
     """Returns the sum (or reduction `op`) of x over all ranks."""
     x = x.clone()
-    if td.is_initialized():
+    if td.is_initialized() and td.get_world_size() > 1:
         td.all_reduce(x, op)
     return x
 
@@ -553,7 +553,7 @@ def on_host(x: Tensor) -> Tensor:
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Use it only for small
     objects, because every rank receives all of them."""
-    if not td.is_initialized():
+    if not td.is_initialized() or td.get_world_size(group) == 1:
         return [x]
     out = [None] * td.get_world_size(group)
     td.all_gather_object(out, x, group)
@@ -588,6 +588,8 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 
 def exchange(outgoing: Sequence[Any]) -> list[Any]:
     """Send outgoing[r] to rank r, for every r. Returns the received objects, in the order of the senders."""
+    if len(outgoing) == 1:
+        return [*outgoing]
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
     sent = []
     for x in outgoing:

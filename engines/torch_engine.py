@@ -261,8 +261,10 @@ class Rows(Cache):
         slot = row.new_empty(self.rows)
         slot.index_copy_(0, row, self.numbers[:slots])
         self.at = (slice(self.rows), self.column)
-        self.first = self.column - position[slot]  # the column of a row's first token
+        first = self.column - position[slot]  # the column of a row's first token
         self.column += 1
+        masked = self.numbers[: self.column] < first[:, None]
+        self.masked = masked[:, None, None]
         return slot, row
 
     def attend(self, layer, query, key, value, scaling, window=None):
@@ -274,13 +276,11 @@ class Rows(Cache):
             begin = max(0, end - window)
         # (rows, Hkv, columns, d)
         keys, values = self.layers[layer][:, : self.rows, :, begin:end]
-        masked = self.numbers[begin:end] < self.first[:, None]
         # With one query a row, matrix products are faster on a CPU than scaled_dot_product_attention.
         query = query * scaling
         query = query.unflatten(1, (keys.shape[1], -1))
         scores = query @ keys.mT  # (R, Hkv, H / Hkv, columns)
-        masked = masked[:, None, None]
-        scores.masked_fill_(masked, -torch.inf)
+        scores.masked_fill_(self.masked[..., begin:], -torch.inf)
         probs = scores.softmax(-1, torch.float32)
         out = probs.to(values.dtype) @ values
         return out.flatten(1, 2)
@@ -297,6 +297,8 @@ class Rows(Cache):
         pair = row * self.vocabulary + token
         pair, new_row = pair.unique(return_inverse=True)
         source = pair // self.vocabulary  # the old row of each new row, in ascending order
+        if not ended and len(source) == self.rows:
+            return
         self.rows = len(source)
         # To copy few rows, the first new row of an old row takes its place, if that place still exists.
         stays = source < self.rows
@@ -793,25 +795,22 @@ class TorchEngine(Engine):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
         and pages are then free. recent: see Slots.copy."""
         ended = []
-        kept = []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()
         steps = ids.shape[1]
         logp = recent[:, 1].tolist()
-        of_slots = zip(ids.tolist(), logp, may_end, strict=True)
-        for slot, (new_ids, new_logp, may) in enumerate(of_slots):
-            r = slots.responses[slot]
+        # The last responses may be too new to have tokens.
+        of_slots = zip(slots.responses, ids.tolist(), logp, may_end, strict=False)
+        for r, new_ids, new_logp, may in of_slots:
             r.ids += new_ids
             r.logp += new_logp
             may = may or len(r.ids) >= r.limit
             if may and self._ends(r, steps):
                 ended.append(r)
                 slots.cache.release(r)
-            else:
-                kept.append(slot)
         if ended:
-            new = range(len(recent), len(slots.responses))
-            slots.keep([*kept, *new])
+            gone = set(ended)
+            slots.keep([j for j, r in enumerate(slots.responses) if r not in gone])
         count = len(slots.responses)
         last = slots.inputs[:count, 0]  # sampled tokens
         slots.cache.split(last, bool(ended))

@@ -55,6 +55,8 @@ MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
+CHUNK = 16  # maximum number of requests that a worker gets at once
+GATHER = 0.1  # seconds that a request may wait for others of its message
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
@@ -196,6 +198,10 @@ def _take_turn(make, names, texts, **values):
     return reply
 
 
+def _carry_out_all(requests, deadline):
+    return [_carry_out(request, deadline) for request in requests]
+
+
 def _carry_out(request, deadline):
     """Returns the outcome of a request: (reward or Reply, reason, error message or None). A request that
     takes more than `deadline` CPU seconds ends this process."""
@@ -239,8 +245,8 @@ def _init_worker(connection):
 
 
 # --- in the server
-# Its messages are JSON. First it sends [0, facts or error message] (see `_import_function`). Then it receives
-# [number, request] and sends [number, reward or Reply, reason, error message or null] for each request.
+# Its messages are JSON. First it sends [[], facts or error message] (see `_import_function`). Then it receives
+# lists of [number, request], and sends [numbers, outcomes] (see `_carry_out`).
 
 
 def _import_function(spec, known):
@@ -349,30 +355,43 @@ def _watch(parent):
     _die()
 
 
-def _dispatch(connection, workers, cpu, wall, has_state):
+def _dispatch(connection, workers, chunk, cpu, wall, has_state):
     """Receive requests, let workers carry them out, and send the outcomes.
 
+    chunk: maximum number of requests that a worker gets at once
     cpu, wall: seconds that a request may take
     has_state: whether a response's requests must all go to the same worker, which is not replaced"""
     import pebble
 
     lock = threading.Lock()
 
-    def done(number, future):
+    def schedule(numbered):
+        at = json.loads(numbered[0][1])["seed"] % workers if has_state else 0
+        requests = [request for _, request in numbered]
+        future = pools[at].schedule(_carry_out_all, [requests, cpu], timeout=wall)
+        future.add_done_callback(partial(done, numbered))
+
+    def done(numbered, future):
         try:
-            outcome = future.result()
+            outcomes = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
+            if len(numbered) > 1:
+                with suppress(RuntimeError):
+                    for one in numbered:
+                        schedule([one])
+                return
             status = getattr(error, "exitcode", "?")
-            outcome = (0.0, "timeout", None)
+            outcomes = [(0.0, "timeout", None)]
             if not isinstance(error, TimeoutError) and status != str(-signal.SIGPROF):
                 message = f"the process ended with status {status} while grading ({error})"
-                outcome = (0.0, "error", f"WorkerDied: {message}")
+                outcomes = [(0.0, "error", f"WorkerDied: {message}")]
+        numbers = [number for number, _ in numbered]
         with lock:  # pebble calls `done` from several threads
-            _send(connection, number, *outcome)
+            _send(connection, numbers, outcomes)
 
     context = get_context("fork")
     context.Process = _Worker
-    tasks = 0 if has_state else MAX_TASKS
+    tasks = 0 if has_state else MAX_TASKS // chunk
     size = 1 if has_state else workers
     pools = []
     for _ in range(workers // size):
@@ -380,10 +399,9 @@ def _dispatch(connection, workers, cpu, wall, has_state):
     # pebble raises RuntimeError after someone has killed an idle worker.
     with suppress(EOFError, OSError, RuntimeError):
         while True:
-            number, request = json.loads(connection.recv_bytes())
-            at = json.loads(request)["seed"] % workers if has_state else 0
-            future = pools[at].schedule(_carry_out, [request, cpu], timeout=wall)
-            future.add_done_callback(partial(done, number))
+            numbered = json.loads(connection.recv_bytes())
+            for first in range(0, len(numbered), chunk):
+                schedule(numbered[first : first + chunk])
 
 
 def _send(connection, *message):
@@ -425,11 +443,11 @@ def serve(
         try:
             _function, facts = _import_function(spec, known)
         except (Exception, SystemExit) as error:
-            _send(connection, 0, _message(error))
+            _send(connection, [], _message(error))
             _die()
     else:
         _warm()
-    _send(connection, 0, facts)
+    _send(connection, [], facts)
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
@@ -439,7 +457,9 @@ def serve(
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
     workers = facts["parallel"] or workers
-    _dispatch(connection, workers, cpu, wall, "texts" in facts["names"])
+    # A function that waits needs all its workers, and an environment's text may be long.
+    chunk = 1 if _is_env or facts["seconds"] else CHUNK
+    _dispatch(connection, workers, chunk, cpu, wall, "texts" in facts["names"])
     _die()
 
 
@@ -447,10 +467,20 @@ def serve(
 # Two threads for each server send and receive, so the trainer never waits for a server that stands still.
 
 
-def _send_all(connection, outbox):
-    """Send the messages of the queue `outbox` up to None."""
-    for message in iter(outbox.get, None):
-        _send(connection, *message)
+def _send_all(connection, outbox, hurry):
+    """Send the requests of the queue `outbox` up to None. One message has the requests of GATHER seconds,
+    because each message takes CPU time of the trainer and of the server.
+
+    hurry: an event that ends these seconds"""
+    numbered = []
+    while None not in numbered:
+        if numbered:
+            _send(connection, *numbered)
+        numbered = [outbox.get()]
+        hurry.wait(GATHER)
+        hurry.clear()
+        while not outbox.empty():
+            numbered.append(outbox.get())
 
 
 def _receive_all(connection, inbox, process):
@@ -500,7 +530,8 @@ class _Server:
         )
         theirs.close()
         self.outbox = queue.SimpleQueue()
-        _in_thread(_send_all, ours, self.outbox)
+        self.hurry = threading.Event()  # set: the trainer waits for the outcomes
+        _in_thread(_send_all, ours, self.outbox, self.hurry)
         _in_thread(_receive_all, ours, self.inbox, self.process)
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
@@ -666,6 +697,9 @@ class Grader(AbstractContextManager):
         stalled is replaced, once."""
         told = time.monotonic()
         replaced = []
+        for server in self.servers:
+            if server.requests:
+                server.hurry.set()
         self._read(0)
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
             now = time.monotonic()
@@ -731,10 +765,11 @@ class Grader(AbstractContextManager):
                 server.heard = time.monotonic()
                 if message is None:
                     server.ended = True
-                elif message[0] == 0:
-                    self._imported(server, *message[1:])
+                elif not message[0]:
+                    self._imported(server, message[1])
                 else:
-                    self._receive(server, *message)
+                    for number, outcome in zip(*message, strict=True):
+                        self._receive(server, number, *outcome)
 
     def _imported(self, server, facts):
         """Store what a new server says about its function (see `_import_function`)."""

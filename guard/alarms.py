@@ -101,6 +101,8 @@ def new_alarms(history: History, cfg: Config) -> list[str]:
     """Returns the texts of alarms that are active now, but were active in none of the QUIET_STEPS steps
     before."""
     new = active_alarms(history, cfg)
+    if not new:
+        return []
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         for name in active_alarms(history[:end], cfg):
             new.pop(name, None)
