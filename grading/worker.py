@@ -26,6 +26,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import queue
 import resource
@@ -56,6 +57,7 @@ MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 b
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
 CHUNK = 16  # maximum number of requests that a worker gets at once
+CHUNK_SECONDS = 0.2  # after this time, a worker returns the rest of its requests
 GATHER = 0.1  # seconds that a request may wait for others of its message
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
@@ -198,8 +200,15 @@ def _take_turn(make, names, texts, **values):
     return reply
 
 
-def _carry_out_all(requests, deadline):
-    return [_carry_out(request, deadline) for request in requests]
+def _carry_out_first(requests, deadline):
+    """Returns the outcomes of the first requests: those that are done in CHUNK_SECONDS, and one more."""
+    end = time.monotonic() + CHUNK_SECONDS
+    outcomes = []
+    for request in requests:
+        outcomes.append(_carry_out(request, deadline))
+        if time.monotonic() > end:
+            break
+    return outcomes
 
 
 def _carry_out(request, deadline):
@@ -368,26 +377,28 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
     def schedule(numbered):
         at = json.loads(numbered[0][1])["seed"] % workers if has_state else 0
         requests = [request for _, request in numbered]
-        future = pools[at].schedule(_carry_out_all, [requests, cpu], timeout=wall)
+        try:
+            future = pools[at].schedule(_carry_out_first, [requests, cpu], timeout=wall)
+        except RuntimeError:  # someone has killed an idle worker
+            _die()
         future.add_done_callback(partial(done, numbered))
 
     def done(numbered, future):
         try:
             outcomes = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
-            if len(numbered) > 1:
-                with suppress(RuntimeError):
-                    for one in numbered:
-                        schedule([one])
-                return
             status = getattr(error, "exitcode", "?")
-            outcomes = [(0.0, "timeout", None)]
+            outcome = (0.0, "timeout", None)
             if not isinstance(error, TimeoutError) and status != str(-signal.SIGPROF):
                 message = f"the process ended with status {status} while grading ({error})"
-                outcomes = [(0.0, "error", f"WorkerDied: {message}")]
-        numbers = [number for number, _ in numbered]
-        with lock:  # pebble calls `done` from several threads
-            _send(connection, numbers, outcomes)
+                outcome = (0.0, "error", f"WorkerDied: {message}")
+            outcomes = [outcome] if len(numbered) == 1 else []
+        numbers = [number for number, _ in numbered[: len(outcomes)]]
+        if numbers:
+            with lock:  # pebble calls `done` from several threads
+                _send(connection, numbers, outcomes)
+        for one in numbered[len(outcomes) :]:
+            schedule([one])
 
     context = get_context("fork")
     context.Process = _Worker
@@ -396,12 +407,12 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
     pools = []
     for _ in range(workers // size):
         pools.append(pebble.ProcessPool(size, tasks, _init_worker, [connection], context))
-    # pebble raises RuntimeError after someone has killed an idle worker.
-    with suppress(EOFError, OSError, RuntimeError):
+    with suppress(EOFError, OSError):
         while True:
             numbered = json.loads(connection.recv_bytes())
-            for first in range(0, len(numbered), chunk):
-                schedule(numbered[first : first + chunk])
+            of_worker = min(chunk, math.ceil(len(numbered) / workers))
+            for first in range(0, len(numbered), of_worker):
+                schedule(numbered[first : first + of_worker])
 
 
 def _send(connection, *message):

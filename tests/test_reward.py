@@ -520,6 +520,28 @@ def test_a_killed_worker_fails_only_its_answer(custom):
     assert sum(g.reason == "correct" for g in grades.values()) >= 19
 
 
+def test_requests_that_a_worker_gets_together_fail_alone_and_slow_ones_are_called_once(custom):
+    spec = custom(f"""
+        def score(response, answer, kind):
+            open(__file__ + "calls", "a").write(response)
+            if response in "abcd":
+                time.sleep({worker.CHUNK_SECONDS + 0.1})
+            if response == "x":
+                os.kill(os.getpid(), 9)
+            return 1""")
+    calls = Path(f"{spec[:-6]}calls")
+    with Grader(workers=1, customs=[spec], deadline=20) as grader:
+        assert ready(grader, spec)
+        for responses in "abcd", "efxg":  # one message each
+            calls.write_text("")
+            for response in responses:
+                grader.submit(response, response, "", True, custom=spec)
+            reasons = {response: grade.reason for response, grade in grader.results().items()}
+            assert reasons == {r: "error" if r == "x" else "correct" for r in responses}
+            if responses == "abcd":
+                assert calls.read_text() == "abcd"
+
+
 def test_a_killed_idle_worker_fails_no_answer(custom):
     spec = custom(SLOW)
     with Grader(workers=1, customs=[spec]) as grader:
