@@ -254,8 +254,8 @@ def _init_worker(connection):
 
 
 # --- in the server
-# Its messages are JSON. First it sends [[], facts or error message] (see `_import_function`). Then it receives
-# lists of [number, request], and sends [numbers, outcomes] (see `_carry_out`).
+# Its messages are JSON. First it sends [[], facts or error message] (see `_import_function`). Then it
+# receives lists of [number, request], and sends [numbers, outcomes] (see `_carry_out`).
 
 
 def _import_function(spec, known):
