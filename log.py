@@ -29,12 +29,12 @@ from configs import (
     read_jsonl,
     replace_text,
     shorten,
+    write_jsonl,
 )
 from data import Sample, group_by_prompt
 from grading.worker import REASONS
-from reward import repeated_ngrams
+from reward import repeated_ngrams, terms_of
 
-NAN = float("nan")
 # The shapes (configs.checked) of rows of metrics.jsonl and alarms.jsonl
 METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
@@ -133,17 +133,11 @@ OF_SAMPLES = {  # metric, a mean over samples -> its value for one sample
 def measure_samples(
     meter: Meter,
     samples: Sequence[Sample],
-    parts: Sequence[str],
-    turns: bool = False,
-    per_prompt: int = 0,
+    cfg: Config,
 ) -> None:
-    """Add the metrics of the step's samples to `meter`.
+    """Add the metrics of the step's samples to `meter`. Each term of --reward has a metric `reward/NAME`.
 
-    samples: this rank's samples, ordered by (prompt_id, sample_id)
-    parts: names of graders and reward parts; each has a metric `reward/NAME`
-    turns: whether to add `turns` and `response_len/sampled` (true with --env)
-    per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples. With
-        --carry, a prompt may have fewer samples in the step"""
+    samples: this rank's samples, ordered by (prompt_id, sample_id)"""
 
     def add(name, numbers):
         meter.add(name, sum(numbers), len(numbers))
@@ -155,7 +149,8 @@ def measure_samples(
     solved = []
     uniform = []
     for group in group_by_prompt(samples):
-        if len(group) >= per_prompt:
+        # With --carry, a prompt may have only a part of its samples in the step.
+        if len(group) >= cfg.samples_per_prompt:
             scores = {s.score for s in group}
             solved.append(any(s.right for s in group))
             uniform.append(len(scores) == 1)
@@ -163,14 +158,15 @@ def measure_samples(
     add("uniform_groups", uniform)
     add("response_len/right", [len(s.ids) for s in samples if s.right])
     add("response_len/wrong", [len(s.ids) for s in samples if not s.right])
-    if turns:
+    if cfg.env:
         add("turns", [s.turns for s in samples])
         add("response_len/sampled", [int(s.is_sampled.sum()) for s in samples])
     # A grader may be for one data set only. The mean is over the samples that it graded.
-    for part in parts:
-        own = [s for s in samples if part in s.entered]
-        add(f"reward/{part}", [s.entered[part] for s in own])
-        add(f"reward/{part}/failed", [part in s.failed for s in own])
+    for term in terms_of(cfg):
+        name = term.name
+        own = [s for s in samples if name in s.entered]
+        add(f"reward/{name}", [s.entered[name] for s in own])
+        add(f"reward/{name}/failed", [name in s.failed for s in own])
     for reason in REASONS:
         add(f"grade/{reason}", [s.reason == reason for s in samples])
 
@@ -303,10 +299,7 @@ class Logger(contextlib.AbstractContextManager):
         path = self.out / kind / f"step_{step:06d}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
-            # UTF-8 can't encode a lone surrogate
-            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                for row in rows:
-                    print(json.dumps(row, ensure_ascii=False), file=file)
+            write_jsonl(path, rows)
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
