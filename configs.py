@@ -409,6 +409,11 @@ class Config:
             )
 
     @property
+    def folder(self) -> Path:
+        """The run's folder --out, as an absolute path."""
+        return Path(self.out).absolute()
+
+    @property
     def has_ref(self) -> bool:
         """Whether the run has a reference model. With --kl_coef 0, --ref_model only adds the metric kl."""
         return self.kl_coef > 0 or self.ref_model != ""

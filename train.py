@@ -49,7 +49,7 @@ if __name__ == "__main__":
             starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
             check_ranks(CONFIG, starts)
         if main_rank:
-            FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
+            FolderLock(CONFIG.folder / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))

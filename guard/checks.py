@@ -144,7 +144,7 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
     if shortage:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
     disk = planned["host and disk, GiB"]["disk, all"]
-    dist.together(check_space, Path(case.cfg.out).absolute(), disk * GIB)
+    dist.together(check_space, case.cfg.folder, disk * GIB)
     say(f"{plan.verdict(case)}\n")
     return planned
 

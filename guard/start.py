@@ -106,7 +106,7 @@ def prepare(cfg: Config) -> Run:
     paths = {name: resolve(getattr(cfg, name)) for name in ("model", "critic_model", "ref_model")}
     cfg = replace(cfg, **paths)
     plan.check_ranks(cfg, world.size)
-    lock = FolderLock(Path(cfg.out).absolute() / "lock")
+    lock = FolderLock(cfg.folder / "lock")
     try:
         preflight(cfg, lock, world.main)
         # All ranks read the checkpoint that rank 0 has found.
@@ -122,7 +122,7 @@ def prepare(cfg: Config) -> Run:
 def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
     """Returns the checkpoint that the run reads, or None; and whether the run continues from it. A run that
     does not continue takes only the weights (--start_from)."""
-    found = ckpt.find(Path(cfg.out).absolute(), cfg.resume)
+    found = ckpt.find(cfg.folder, cfg.resume)
     if found or not cfg.start_from:
         return found, found is not None
     return ckpt.named(cfg.start_from), False
@@ -141,7 +141,7 @@ def load(
 ) -> Run:
     """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. Raises UserError
     as `prepare` does."""
-    out = lock.file.parent
+    out = cfg.folder
     say = show if world.main else lambda text: None
     own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
