@@ -368,10 +368,9 @@ def _files(run, kind):
 def _samples(run, kind):
     """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first."""
     files = _files(run, kind)
-    files.reverse()
     every = len(files) // 6 + 1
     html = ""
-    for file in files[::every]:
+    for file in files[::-every]:
         rows = read_jsonl(file, ROW)
         cards = ""
         for right in (False, True):
