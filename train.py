@@ -728,7 +728,7 @@ def update(
     meter.add("skipped_updates", not finite, 1)
     require(
         role.skipped < 3,
-        f"three updates of the {role.name} in a row, up to step {step}, were not finite",
+        f"three updates of the {role.name} in a row are not finite, last in step {step}",
         "a smaller learning rate, or --dtype float32",
     )
 
