@@ -12,8 +12,9 @@ import os
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -253,7 +254,8 @@ class Logger(contextlib.AbstractContextManager):
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
-            tracker.step(row, self.samples)
+            if step >= tracker.unsent:
+                tracker.attempt(tracker.send, row, self.samples)
         self.samples = []
         self.next_step = step + 1
         line = f"step {step:{len(str(self.cfg.steps))}}/{self.cfg.steps}"
@@ -319,7 +321,7 @@ class Logger(contextlib.AbstractContextManager):
         self._write(self.next_step)
         self.steps.close()
         for tracker in self.trackers:
-            tracker.close(failed)
+            tracker.attempt(tracker.finish, failed)
         if self.writer:
             with contextlib.suppress(OSError):
                 self.writer.close()
@@ -394,10 +396,11 @@ class Tracker:
         known = if_there(Path.read_text, file) if unsent else None
         self.id = known or uuid.uuid4().hex
         self.unsent = unsent if known else 0
-        self._attempt(replace_text, file, self.id)
-        self._attempt(self.start)
+        self.attempt(replace_text, file, self.id)
+        self.attempt(self.start)
 
-    def _attempt(self, action, *arguments):
+    def attempt(self, action: Callable, *arguments: Any) -> None:
+        """Call the action, unless an earlier one has failed. If it fails, log an alarm."""
         if self.failed:
             return
         try:
@@ -406,15 +409,6 @@ class Tracker:
             self.failed = True
             reason = shorten(f"{type(e).__name__}: {e}", 200)
             self.alarm(f"--track failed ({reason}); training goes on without it")
-
-    def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics and saved samples, unless the step was sent before."""
-        if row["step"] >= self.unsent:
-            self._attempt(self.send, row, samples)
-
-    def close(self, run_failed: bool) -> None:
-        """End the run at the service. run_failed: true if an error ends the run."""
-        self._attempt(self.finish, run_failed)
 
     def start(self) -> None:
         import wandb
@@ -431,6 +425,7 @@ class Tracker:
         )
 
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
+        """Send a step's metrics and saved samples."""
         import wandb
 
         values = dict(row)
@@ -445,4 +440,5 @@ class Tracker:
         self.run.log(values, step=step, commit=True)  # commit=True sends the row now
 
     def finish(self, run_failed: bool) -> None:
+        """End the run at the service. run_failed: true if an error ends the run."""
         self.run.finish(exit_code=int(run_failed))

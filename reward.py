@@ -263,12 +263,7 @@ def check_function(spec: str, known: Sequence[str]) -> None:
 # --- grading a file
 
 
-def dry_run(
-    responses: str,
-    /,
-    reward: tuple[str, ...] = ("math",),
-    extractor: str = "orz",
-) -> None:
+def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: str = "orz") -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), the
     mean of each term, and the errors.
 
@@ -282,20 +277,15 @@ def dry_run(
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
     rows = 0
-    needed = '{"response": …, "answer": …}'
-    customs = [t.custom for t in terms if t.custom]
-    with Grader(2, customs=customs) as grader:
+    with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
         for number, row in read_rows(responses):
             rows += 1
-            with explained(f"{responses} row {number} can't be graded", needed):
+            with explained(
+                f"{responses} row {number} can't be graded", '{"response": …, "answer": …}'
+            ):
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
                     text = "\n".join(row["segments"][::2])
-                shown = dict(
-                    problem=row.get("problem"),
-                    row=row.get("row", row),
-                    sample=row,
-                )
                 for t in graders_of(row.get("dataset", ""), terms):
                     grader.submit(
                         (number, t),
@@ -305,7 +295,9 @@ def dry_run(
                         row.get("kind", kind_of(reward)),
                         extractor,
                         t.custom,
-                        **shown,
+                        problem=row.get("problem"),
+                        row=row.get("row", row),
+                        sample=row,
                     )
             for t in terms:
                 if t.name in TEXT_PARTS:
