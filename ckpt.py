@@ -65,6 +65,7 @@ from configs import (
     Config,
     Say,
     UserError,
+    differences,
     exists,
     flock,
     follow_umask,
@@ -82,7 +83,6 @@ from guard.identity import (
     Facts,
     check_base,
     check_unchanged,
-    differences,
     source_of,
 )
 from log import read_metrics
@@ -168,8 +168,7 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     mine = plans[td.get_rank()]
     offsets = {}
     for item in mine.items:
-        chunk = item.tensor_data.chunk
-        offsets[item.index.fqn] = list(chunk.offsets)
+        offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
     return offsets
 
 
@@ -546,8 +545,7 @@ def read_state(folder: Path) -> Facts:
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
     bad = max(dist.gather(damaged(folder, *share)))
-    needed = f"an older checkpoint (move {folder} away and type the same command)"
-    require(not bad, bad, needed)
+    require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
     state = read_json(folder / "state.json", {"step": int})
     own = step_folder(folder.parent.parent, state["step"]).name
     require(
@@ -600,7 +598,7 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     for name, fact in facts["read"].items():
         if name.startswith(("policy's", "critic's", "lora")):
             read[name] = fact
-    needed = f"its --lora and --model {saved['config']['model']} …, or --model with its export"
+    needed = f"its --lora and --model {saved['config']['model']}, or --model with its export"
     check_unchanged(path, saved, read, needed)
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -634,10 +632,16 @@ def check_export_path(out: Path) -> None:
     is_new = if_there(os.lstat, out) is None
     is_empty = out.is_dir() and not names_in(out)
     is_export = not out.is_symlink() and exists(out / MARKER)
-    needed = "a new path, an empty folder, or an earlier export"
-    require(is_new or is_empty or is_export, f"{out} exists", needed)
-    is_inside = any(exists(folder / "COMPLETE") for folder in (out, *out.parents))
-    require(not is_inside, f"{out} is inside a checkpoint", "a path outside of it")
+    require(
+        is_new or is_empty or is_export,
+        f"{out} exists",
+        "a new path, an empty folder, or an earlier export",
+    )
+    require(
+        not any(exists(folder / "COMPLETE") for folder in (out, *out.parents)),
+        f"{out} is inside a checkpoint",
+        "a path outside of it",
+    )
 
 
 def export_hf(
@@ -669,9 +673,12 @@ def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
     """Writes the export `out` atomically. `fill` writes the files, except MARKER, into a new folder. facts:
     the result of `marker`. Raises UserError as `export_hf` does."""
     error, _ = _attempt(_write_export, out, fill, facts)
-    remedy = "the same command, or ckpt.py export (the checkpoints are intact)"
-    needed = f"space and permission there, and then {remedy}"
-    require(not error, f"{out} can't be written ({error})", needed)
+    require(
+        not error,
+        f"{out} can't be written ({error})",
+        "space and permission there, and then the same command, or "
+        "ckpt.py export (the checkpoints are intact)",
+    )
 
 
 def _write_export(out, fill, facts):
@@ -750,8 +757,8 @@ def critic_class(config: PreTrainedConfig) -> type:
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's MARKER file. facts: content of the run's state.json"""
     names = (
-        "template system_prompt date stop extractor temperature max_prompt_len max_response_len "
-        "max_model_len"
+        "template system_prompt date stop extractor temperature "
+        "max_prompt_len max_response_len max_model_len"
     ).split()
     return {
         "run": str(run),
@@ -777,7 +784,9 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         saved = read_state(path)
         config = saved["config"]
         lora = config.get("lora", 0)
-        known = saved["models"] + ["adapter"] * (lora > 0)
+        known = [*saved["models"]]
+        if lora:
+            known.append("adapter")
         require(what in known, f"{path} has no {what}", f"one of {', '.join(known)}")
         source = base or source_of(who, config)
         tokenizer = load_tokenizer(base or config["model"])
@@ -813,9 +822,10 @@ def main(argv: list[str]) -> None:
         case ["export", run, step, out, *what] if len(what) < 2:
             export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:
-            found = f"unknown command: ckpt.py {' '.join(argv)}"
-            needed = "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model DIR]"
-            raise UserError(f"{found}; needed: {needed}")
+            raise UserError(
+                f"unknown command: ckpt.py {' '.join(argv)}; needed: "
+                "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model DIR]"
+            )
 
 
 if __name__ == "__main__":

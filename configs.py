@@ -369,7 +369,7 @@ class Config:
         low, high = self.mismatch_bounds
         require(
             low <= 1 <= high,
-            f"--mismatch_bounds {low:g} {high:g} leaves out 1, the ratio of equal probabilities",
+            f"--mismatch_bounds {low:g} {high:g} leaves out 1, a ratio without mismatch",
             "LOW up to 1, and HIGH from 1",
         )
         require(
@@ -394,7 +394,7 @@ class Config:
             carry = f"--carry {self.carry}"
             require(
                 0 < self.round_len < self.max_response_len,
-                f"{carry} with --round_len {self.round_len}: no round ends before its responses do",
+                f"{carry} with --round_len {self.round_len}: no round ends before responses do",
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
             )
             require(
@@ -407,6 +407,11 @@ class Config:
                 f"{carry} with --mismatch none: nothing corrects for tokens of older weights",
                 "--mismatch token-truncate",
             )
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder --out, as an absolute path."""
+        return Path(self.out).absolute()
 
     @property
     def has_ref(self) -> bool:
@@ -898,13 +903,15 @@ def parse(
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
     meant = nearest(name, PRESETS) or hint(name.partition("=")[0], ())
-    found = f"no preset {name!r}{meant} before the flags"
-    require(name in PRESETS, found, usage)
+    require(name in PRESETS, f"no preset {name!r}{meant} before the flags", usage)
     given = given_flags(flags)
     known = ["help", *(field.name for field in fields(kind))]
     for flag in given:
-        found = f"no flag --{flag}{hint(flag, known)}"
-        require(flag in known, found, f"a flag that {prog} --help lists")
+        require(
+            flag in known,
+            f"no flag --{flag}{hint(flag, known)}",
+            f"a flag that {prog} --help lists",
+        )
     default = kind(**settings(name, layout_of(flags, ranks), given))
     command = f"{prog} {name}"
     said = io.StringIO()
@@ -923,13 +930,18 @@ def parse(
 def check_given(cfg: Config, given: Sequence[str]) -> None:
     """Raises UserError for a list that is given twice, and for flags without effect (NO_EFFECT)."""
     for field in given:
-        twice = isinstance(getattr(cfg, field), tuple) and given.count(field) > 1
-        needed = f"all values after one --{field}, separated by spaces"
-        require(not twice, f"--{field} is given twice", needed)
+        require(
+            given.count(field) == 1 or not isinstance(getattr(cfg, field), tuple),
+            f"--{field} is given twice",
+            f"all values after one --{field}, separated by spaces",
+        )
     for idle_flags, name, value, needed in NO_EFFECT:
         idle = [field for field in given if field in idle_flags.split()]
-        has_effect = getattr(cfg, name) != value
-        require(not idle or has_effect, f"--{' --'.join(idle)} has no effect in this run", needed)
+        require(
+            not idle or getattr(cfg, name) != value,
+            f"--{' --'.join(idle)} has no effect in this run",
+            needed,
+        )
 
 
 @contextlib.contextmanager
@@ -984,8 +996,11 @@ def check_paths(cfg: Config) -> None:
     exist. Skips names on the Hugging Face Hub. On several machines, checks only packages and template. Later
     checks cover all."""
     for name in cfg.track:
-        there = importlib.util.find_spec(name) is not None
-        require(there, f"--track {name}, but {name} is not installed", f"pip install {name}")
+        require(
+            importlib.util.find_spec(name) is not None,
+            f"--track {name}, but {name} is not installed",
+            f"pip install {name}",
+        )
     prompt_form(cfg.template)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
@@ -1023,9 +1038,11 @@ def check_model(path: str) -> None:
     """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
     names = [*names_in(Path(path)), Path(path).parent.name]
     is_adapter = "adapter_config.json" in names and "config.json" not in names
-    needed = "RUN/export/policy, or first: python ckpt.py export RUN last OUT"
-    is_model = "ckpt" not in names and not is_adapter
-    require(is_model, f"{path} is the folder of a run or an adapter, not of a model", needed)
+    require(
+        "ckpt" not in names and not is_adapter,
+        f"{path} is the folder of a run or an adapter, not of a model",
+        "RUN/export/policy, or first: python ckpt.py export RUN last OUT",
+    )
 
 
 def from_hub(name: str) -> bool:
@@ -1039,10 +1056,9 @@ def model_folder(path: str) -> Path:
     """Returns Path(path). Raises UserError if it is not a model's folder."""
     check_model(path)
     needed = "--model with a Hugging Face model folder or an id of the Hub"
-    found = f"no model folder {path!r}"
     if path == TINY.model:
         needed = "python -m tools.tiny, which makes it"
-    require(path != "" and Path(path).is_dir(), found, needed)
+    require(path != "" and Path(path).is_dir(), f"no model folder {path!r}", needed)
     return Path(path)
 
 
@@ -1050,10 +1066,12 @@ def data_file(path: str) -> Path:
     """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
     in one of DATA_FILES."""
     file = Path(path)
-    there = file.is_file() and path.endswith(DATA_FILES)
-    kinds = ", ".join(DATA_FILES)
-    needed = f"files {kinds} with spaces between (CSV: docs/forking.md), or OWNER/NAME:FILE"
-    require(there, f"no data file {path}", needed)
+    require(
+        file.is_file() and path.endswith(DATA_FILES),
+        f"no data file {path}",
+        f"files {', '.join(DATA_FILES)} with spaces between (CSV: docs/forking.md), "
+        "or OWNER/NAME:FILE",
+    )
     return file
 
 
@@ -1229,6 +1247,14 @@ def read_jsonl(path: Path, shape: Mapping[str, Any] = ANY) -> list[Any]:
             row = json.loads(line)
             rows.append(checked(row, shape, f"{path}, line {number}"))
     return rows
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping]) -> None:
+    """Writes the rows as lines of JSON. Raises OSError if the file can't be written."""
+    # UTF-8 can't encode a lone surrogate.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for row in rows:
+            print(json.dumps(row, ensure_ascii=False), file=file)
 
 
 GIB = 2**30

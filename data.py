@@ -9,8 +9,6 @@ A pack is the tokens of one forward pass: several samples end to end.
 
 Unlike in Open-Reasoner-Zero, no sample is dropped or repeated to fill a batch."""
 
-from __future__ import annotations
-
 import datetime
 import itertools
 import json
@@ -41,8 +39,6 @@ from reward import kind_of
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
 TEMPLATE_BYTES = 2**28  # memory that it may take
-
-Turns = Sequence[tuple[str, str]]  # a conversation: (role, content) pairs
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ class Pack:
     values: Tensor | None = None  # (T,) from the critic before the step's first update
     returns: Tensor | None = None  # (T,)
 
-    def to(self, device: torch.device | str) -> Pack:
+    def to(self, device: torch.device | str) -> "Pack":
         """Returns the pack on another device. The host does not wait for copies to a GPU."""
         on_gpu = torch.device(device).type == "cuda"
         moved = {}
@@ -277,8 +273,8 @@ def _new_rows(path, seen, cfg, keep_fields):
 def prompt_encoder(
     template: str, tokenizer: Any, system_prompt: str = "", limit: float = math.inf
 ) -> Callable:
-    """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. The last turn
-    of the conversation is the problem. Only the template "chat" can show earlier turns.
+    """Returns a function: (turns of a conversation, name of the row) -> tokens of the prompt. A turn is a
+    pair (role, content). The last turn is the problem. Only the template "chat" can show earlier turns.
 
     The function returns None for a text so long that it must have more than `limit` tokens. Such a text may
     have millions of characters, so it is not tokenized.
@@ -293,7 +289,7 @@ def prompt_encoder(
     )
     most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
 
-    def encode(turns: Turns, row: str = "the row") -> list[int]:
+    def encode(turns, row="the row"):
         if form:
             earlier = [role for role, content in turns[:-1] if content.strip()]
             require(
@@ -392,6 +388,14 @@ def fix_date(tokenizer: Any, day: str) -> str:
     return day
 
 
+def set_template(tokenizer: Any, cfg: Config) -> Config:
+    """Give the chat template its arguments (--template_args) and its date. Returns the config with `date` =
+    "" if the prompts have no date. Raises UserError as `set_arguments` and `fix_date` do."""
+    set_arguments(tokenizer, cfg.template_args)
+    day = cfg.date if cfg.template == "chat" else ""
+    return replace(cfg, date=fix_date(tokenizer, day))
+
+
 # Variables of a chat template that transformers always sets.
 ALWAYS_SET = {"messages", "tools", "documents", "add_generation_prompt"}
 
@@ -418,7 +422,7 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
         require(
             name in known and isinstance(value, str | int),
             f"--template_args {word}: the chat template reads no such argument",
-            f"NAME=VALUE with one of the names {', '.join(sorted(known))}, and a single value",
+            f"NAME=VALUE, a single value for one of {', '.join(sorted(known))}",
         )
         default = f"{{% set {name} = {_as_jinja(value)} %}}"
         own = f"{{% if {name} is not defined %}}{default}{{% endif %}}{{{{ '' }}}}{own}"

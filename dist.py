@@ -644,6 +644,7 @@ class Phase:
     name: str = "start"
     began: float = float("inf")  # time.perf_counter() at the start; infinite between phases
     limit: float = 0.0  # maximum seconds of a phase; 0: no limit
+    grace: float = float("inf")  # maximum seconds from a signal to the end of the run
 
 
 CURRENT = Phase()

@@ -12,8 +12,6 @@ rollout.ENGINES.
 `generate` raises an error if the engine holds weights of another step than `version`. Without this check,
 nobody would notice training on samples of old weights."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import functools
@@ -162,7 +160,7 @@ class Engine(abc.ABC):
         """Free memory at the end of `awake`."""
 
     @contextlib.contextmanager
-    def awake(self, weights: Weights, version: int) -> Iterator[Engine]:
+    def awake(self, weights: Weights, version: int) -> Iterator["Engine"]:
         """Context manager: wakes the engine and loads `weights`, of the step `version`. On exit the engine
         sleeps. Raises RuntimeError for missing, repeated or unknown weights, and inside another `awake`."""
         if self.version is not None:
@@ -216,8 +214,7 @@ class Engine(abc.ABC):
             yield name, tensor
         if missing:
             raise RuntimeError(
-                f"{len(missing)} parameters did not come: "
-                f"{', '.join([*missing][:3])}{', …' * (len(missing) > 3)}"
+                f"{len(missing)} parameters did not come: {', '.join([*missing][:3])}"
             )
 
     @contextlib.contextmanager

@@ -12,8 +12,9 @@ import os
 import re
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ from configs import (
     read_jsonl,
     replace_text,
     shorten,
+    write_jsonl,
 )
 from data import Sample, group_by_prompt
 from grading.worker import REASONS
-from reward import repeated_ngrams
+from reward import repeated_ngrams, terms_of
 
-NAN = float("nan")
 # The shapes (configs.checked) of rows of metrics.jsonl and alarms.jsonl
 METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
@@ -133,17 +134,11 @@ OF_SAMPLES = {  # metric, a mean over samples -> its value for one sample
 def measure_samples(
     meter: Meter,
     samples: Sequence[Sample],
-    parts: Sequence[str],
-    turns: bool = False,
-    per_prompt: int = 0,
+    cfg: Config,
 ) -> None:
-    """Add the metrics of the step's samples to `meter`.
+    """Add the metrics of the step's samples to `meter`. Each term of --reward has a metric `reward/NAME`.
 
-    samples: this rank's samples, ordered by (prompt_id, sample_id)
-    parts: names of graders and reward parts; each has a metric `reward/NAME`
-    turns: whether to add `turns` and `response_len/sampled` (true with --env)
-    per_prompt: `pass@n` and `uniform_groups` count only prompts with at least this number of samples. With
-        --carry, a prompt may have fewer samples in the step"""
+    samples: this rank's samples, ordered by (prompt_id, sample_id)"""
 
     def add(name, numbers):
         meter.add(name, sum(numbers), len(numbers))
@@ -155,7 +150,8 @@ def measure_samples(
     solved = []
     uniform = []
     for group in group_by_prompt(samples):
-        if len(group) >= per_prompt:
+        # With --carry, a prompt may have only a part of its samples in the step.
+        if len(group) >= cfg.samples_per_prompt:
             scores = {s.score for s in group}
             solved.append(any(s.right for s in group))
             uniform.append(len(scores) == 1)
@@ -163,14 +159,15 @@ def measure_samples(
     add("uniform_groups", uniform)
     add("response_len/right", [len(s.ids) for s in samples if s.right])
     add("response_len/wrong", [len(s.ids) for s in samples if not s.right])
-    if turns:
+    if cfg.env:
         add("turns", [s.turns for s in samples])
         add("response_len/sampled", [int(s.is_sampled.sum()) for s in samples])
     # A grader may be for one data set only. The mean is over the samples that it graded.
-    for part in parts:
-        own = [s for s in samples if part in s.entered]
-        add(f"reward/{part}", [s.entered[part] for s in own])
-        add(f"reward/{part}/failed", [part in s.failed for s in own])
+    for term in terms_of(cfg):
+        name = term.name
+        own = [s for s in samples if name in s.entered]
+        add(f"reward/{name}", [s.entered[name] for s in own])
+        add(f"reward/{name}/failed", [name in s.failed for s in own])
     for reason in REASONS:
         add(f"grade/{reason}", [s.reason == reason for s in samples])
 
@@ -257,7 +254,8 @@ class Logger(contextlib.AbstractContextManager):
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
-            tracker.step(row, self.samples)
+            if step >= tracker.unsent:
+                tracker.attempt(tracker.send, row, self.samples)
         self.samples = []
         self.next_step = step + 1
         line = f"step {step:{len(str(self.cfg.steps))}}/{self.cfg.steps}"
@@ -303,10 +301,7 @@ class Logger(contextlib.AbstractContextManager):
         path = self.out / kind / f"step_{step:06d}.jsonl"
         try:
             path.parent.mkdir(exist_ok=True)
-            # UTF-8 can't encode a lone surrogate
-            with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-                for row in rows:
-                    print(json.dumps(row, ensure_ascii=False), file=file)
+            write_jsonl(path, rows)
         except OSError as e:
             self.alarm(f"can't write {path} ({e.strerror})")
 
@@ -326,7 +321,7 @@ class Logger(contextlib.AbstractContextManager):
         self._write(self.next_step)
         self.steps.close()
         for tracker in self.trackers:
-            tracker.close(failed)
+            tracker.attempt(tracker.finish, failed)
         if self.writer:
             with contextlib.suppress(OSError):
                 self.writer.close()
@@ -401,10 +396,11 @@ class Tracker:
         known = if_there(Path.read_text, file) if unsent else None
         self.id = known or uuid.uuid4().hex
         self.unsent = unsent if known else 0
-        self._attempt(replace_text, file, self.id)
-        self._attempt(self.start)
+        self.attempt(replace_text, file, self.id)
+        self.attempt(self.start)
 
-    def _attempt(self, action, *arguments):
+    def attempt(self, action: Callable, *arguments: Any) -> None:
+        """Call the action, unless an earlier one has failed. If it fails, log an alarm."""
         if self.failed:
             return
         try:
@@ -413,15 +409,6 @@ class Tracker:
             self.failed = True
             reason = shorten(f"{type(e).__name__}: {e}", 200)
             self.alarm(f"--track failed ({reason}); training goes on without it")
-
-    def step(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
-        """Send a step's metrics and saved samples, unless the step was sent before."""
-        if row["step"] >= self.unsent:
-            self._attempt(self.send, row, samples)
-
-    def close(self, run_failed: bool) -> None:
-        """End the run at the service. run_failed: true if an error ends the run."""
-        self._attempt(self.finish, run_failed)
 
     def start(self) -> None:
         import wandb
@@ -438,6 +425,7 @@ class Tracker:
         )
 
     def send(self, row: Mapping[str, float], samples: Sequence[Mapping]) -> None:
+        """Send a step's metrics and saved samples."""
         import wandb
 
         values = dict(row)
@@ -452,4 +440,5 @@ class Tracker:
         self.run.log(values, step=step, commit=True)  # commit=True sends the row now
 
     def finish(self, run_failed: bool) -> None:
+        """End the run at the service. run_failed: true if an error ends the run."""
         self.run.finish(exit_code=int(run_failed))

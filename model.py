@@ -256,17 +256,15 @@ def packed_attention(
 
 
 @cache
-def _varlen_options() -> set[str]:
-    """Returns the names of varlen_attn's parameters, which differ between torch versions."""
+def _varlen_attn():
+    """Returns torch's varlen_attn and its parameters, which differ between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return set(inspect.signature(varlen_attn).parameters)
+    return varlen_attn, inspect.signature(varlen_attn).parameters
 
 
 def _varlen(query, key, value, segments, scaling, window):
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = _varlen_options()
+    varlen_attn, known = _varlen_attn()
     # (number of tokens before, number after); -1: no limit
     limits = (window - 1 if window else -1), 0
     wanted = {"window_size": limits, "enable_gqa": True, "is_causal": True}
@@ -417,7 +415,7 @@ def _chunked_rule():
 def _fused_rule():
     """Returns the kernels of convolution and delta rule. Raises UserError if their package is missing."""
     with explained(
-        "Qwen3.5 on a GPU needs the package flash-linear-attention, which can't be imported",
+        "Qwen3.5 on a GPU needs flash-linear-attention, which can't be imported",
         "pip install flash-linear-attention==0.6.0",
         ImportError,
     ):
@@ -721,7 +719,7 @@ class DownProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, act, gate, up, product, weight, bias):
-        ctx.act, ctx.has_bias = act, bias is not None
+        ctx.act = act
         ctx.save_for_backward(gate, up, weight)
         return F.linear(product, weight, bias)
 
@@ -733,7 +731,7 @@ class DownProjection(torch.autograd.Function):
         if ctx.needs_input_grad[4]:
             product = gated(ctx.act, gate, up).flatten(0, -2)
             g_weight = rows.t() @ product
-        g_bias = rows.sum(0) if ctx.has_bias else None
+        g_bias = rows.sum(0) if ctx.needs_input_grad[5] else None
         return None, None, None, g @ weight, g_weight, g_bias
 
 
@@ -934,7 +932,7 @@ def load_config(path: str) -> PreTrainedConfig:
     family = str(read_json(folder / "config.json").get("model_type", ""))
     require(
         family in FAMILIES,
-        f"{path} has model_type {family!r}, which torz does not support (docs/models.md)",
+        f"{path} has model_type {family!r}, which is not supported (docs/models.md)",
         f"one of {', '.join(FAMILIES)}",
     )
     with explained(
@@ -1084,7 +1082,7 @@ def _load(kind, path, device, shard_fn, seed=0):
     model = shard_fn(on_meta(kind, path))
     model.allocate(device)
     state = dict(model.named_parameters())
-    if kind is Critic and "score.weight" not in dist.tensors_in(path):
+    if kind is Critic and "score.weight" not in model.names:
         head = state.pop("score.weight")
         random = torch.Generator().manual_seed(seed)
         drawn = torch.randn(head.shape, generator=random)

@@ -32,8 +32,8 @@ def gae(
     values: Tensor,
     cu_seqlens: Tensor,
     mask: Tensor,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: float,
+    lam: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns two tensors (T,): advantages A and returns R, both 0 outside `mask` (GAE, 1506.02438, eq. 16).
 
@@ -93,7 +93,7 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
     return torch.where(mask, whitened, 0)
 
 
-def kl(logp: Tensor, ref: Tensor, estimator: str = "k3") -> Tensor:
+def kl(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Returns (T,) estimates of KL(policy || ref) in nats: for metrics and rewards. `kl_loss` is the loss.
 
     logp, ref (T,): log-probs of tokens that the policy has sampled.
@@ -135,7 +135,7 @@ def value_loss(
     returns: Tensor,
     mask: Tensor,
     tokens: float,
-    clip: float | None = 0.2,
+    clip: float | None,
 ) -> Tensor:
     """Returns a scalar: (values - returns)² / 2, summed over the tokens in `mask`, divided by `tokens`, the
     number of response tokens in the whole update.

@@ -59,10 +59,9 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
         DATASET@FILE.py:FUNCTION.
     parts: the names of all reward parts, such as "format"."""
     terms = [_term(spec, parts) for spec in reward]
-    graders = [t for t in terms if t.is_grader]
     names = {t.name for t in terms}
     require(
-        len(graders) > 0,
+        any(t.is_grader for t in terms),
         f"--reward {' '.join(reward)} has no grader",
         f"one of {', '.join(KINDS)}, or {SPEC}",
     )
@@ -71,7 +70,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
         f"--reward {' '.join(reward)} has two terms with the same name",
         "at most one comparison of answers, and functions with different names",
     )
-    return graders + [t for t in terms if t not in graders]
+    return sorted(terms, key=lambda t: not t.is_grader)
 
 
 def _term(spec, parts):
@@ -121,13 +120,11 @@ def tag_count(text: str) -> float:
     return sum(0.25 for tag in tags if text.count(tag) == 1)
 
 
-def repeated_ngrams(text: str, n: int = 3) -> float:
-    """Returns the fraction of word n-grams that occurred earlier in the text (Open-R1's repetition penalty,
+def repeated_ngrams(text: str) -> float:
+    """Returns the fraction of word 3-grams that occurred earlier in the text (Open-R1's repetition penalty,
     times -1)."""
     words = text.lower().split()
-    grams = []
-    for end in range(n, len(words) + 1):
-        grams.append(tuple(words[end - n : end]))
+    grams = list(zip(words, words[1:], words[2:], strict=False))
     if not grams:
         return 0.0
     return 1 - len(set(grams)) / len(grams)
@@ -234,12 +231,18 @@ def check_function(spec: str, known: Sequence[str]) -> None:
     """Raises UserError if the file of FILE.py:FUNCTION lacks the function, or if one of its parameters has
     neither a default nor a name in `known`."""
     file, _, name = spec.rpartition(":")
-    found = f"{spec!r} names no function in a file that exists"
-    require(Path(file).is_file(), found, SPEC)
+    require(
+        Path(file).is_file(),
+        f"{spec!r} names no function in a file that exists",
+        SPEC,
+    )
     text = Path(file).read_text(errors="ignore")
     words = set(re.findall(r"\w+", text))
-    found = f"no {name!r}{nearest(name, sorted(words))} in {file}"
-    require(name in words or "import *" in text, found, SPEC)
+    require(
+        name in words or "import *" in text,
+        f"no {name!r}{nearest(name, sorted(words))} in {file}",
+        SPEC,
+    )
     with explained(f"{file} can't be imported", "a file of Python"):
         statements = ast.parse(text).body
     for node in statements:
@@ -251,19 +254,16 @@ def check_function(spec: str, known: Sequence[str]) -> None:
             names = [arg.arg for arg in node.args.args]
             plain = max(0, len(names) - len(node.args.defaults))
             wrong = [word for word in names[:plain] if word not in known]
-            needed = f"some of {', '.join(known)}" + RENAME * (known is SCORE)
+            needed = f"some of {', '.join(known)}"
+            if known is SCORE:
+                needed += RENAME
             require(not wrong, f"{spec} has the parameters {', '.join(wrong)}", needed)
 
 
 # --- grading a file
 
 
-def dry_run(
-    responses: str,
-    /,
-    reward: tuple[str, ...] = ("math",),
-    extractor: str = "orz",
-) -> None:
+def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: str = "orz") -> None:
     """Grade a file of responses. Print the number of responses with each outcome (correct, wrong, …), the
     mean of each term, and the errors.
 
@@ -277,20 +277,15 @@ def dry_run(
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
     rows = 0
-    needed = '{"response": …, "answer": …}'
-    customs = [t.custom for t in terms if t.custom]
-    with Grader(2, customs=customs) as grader:
+    with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
         for number, row in read_rows(responses):
             rows += 1
-            with explained(f"{responses} row {number} can't be graded", needed):
+            with explained(
+                f"{responses} row {number} can't be graded", '{"response": …, "answer": …}'
+            ):
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
                     text = "\n".join(row["segments"][::2])
-                shown = dict(
-                    problem=row.get("problem"),
-                    row=row.get("row", row),
-                    sample=row,
-                )
                 for t in graders_of(row.get("dataset", ""), terms):
                     grader.submit(
                         (number, t),
@@ -300,7 +295,9 @@ def dry_run(
                         row.get("kind", kind_of(reward)),
                         extractor,
                         t.custom,
-                        **shown,
+                        problem=row.get("problem"),
+                        row=row.get("row", row),
+                        sample=row,
                     )
             for t in terms:
                 if t.name in TEXT_PARTS:

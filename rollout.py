@@ -139,7 +139,6 @@ class Trajectories:
         """Add new trajectories with empty responses."""
         ids = np.zeros(0, np.int32)
         logp = np.zeros(0, np.float32)
-        version = self.sampling.version
         for i, j in keys:
             prompt = self.problems[i].ids
             self.open[i, j] = Sample(
@@ -150,7 +149,7 @@ class Trajectories:
                 logp,
                 stopped=False,
                 text="",
-                version=version,
+                version=self.sampling.version,
             )
 
     def add(self, trajectories: Iterable[Sample]) -> None:
@@ -180,17 +179,17 @@ class Trajectories:
         before = dict(self.open)
         requests = {}
         limits = {}
-        _, temperature, most, key, version, top_p = self.sampling
-        for k, s in before.items():
-            requests[k] = (*s.prompt, *s.ids.tolist())
-            limits[k] = min(self._left(s), self.round_len or most)
+        _, temperature, most, seeds, version, top_p = self.sampling
+        for key, s in before.items():
+            requests[key] = (*s.prompt, *s.ids.tolist())
+            limits[key] = min(self._left(s), self.round_len or most)
         if self.rounds:
-            key = (*key, ROUND, self.rounds + 1)
+            seeds = (*seeds, ROUND, self.rounds + 1)
         for s in self.engine.generate(
             requests,
             limits,
             temperature,
-            key,
+            seeds,
             version,
             top_p,
         ):
@@ -382,23 +381,20 @@ def rollout(
     if not sampling.temperature:  # greedy: copy the only sample of each prompt
         copies = itertools.product(samples, range(sampling.n))
         samples = [replace(s, sample_id=j) for s, j in copies]
-    if engine.ranks > 1:
-        samples = meet(samples, engine)
-    return samples, left
+    return meet(samples, engine), left
 
 
 def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
     """Deal new trajectories to the ranks. A prompt's samples are spread over the ranks, so that no engine has
     all samples of a prompt with long responses. With --carry, also move the carried trajectories. All ranks
     must call this function together."""
-    cfg = trajectories.cfg
     engine = trajectories.engine
     sampling = trajectories.sampling
     # With --carry, `problems` also has the prompts of carried samples. These prompts get no new samples.
     begun = trajectories.problems
     old = []
     if carries:
-        begun = [i for i in begun if step_of(i, cfg) == sampling.version]
+        begun = [i for i in begun if step_of(i, engine.cfg) == sampling.version]
         old = dist.gather_all(trajectories.open)  # from all ranks
     # At temperature 0, all samples of a prompt are equal, so one is enough.
     samples = range(sampling.n if sampling.temperature else 1)
@@ -646,10 +642,9 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems of all ranks, ordered by prompt_id."""
     mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
-    every = dist.gather_all(mine)
-    every.sort(key=lambda row: row[0])
-    for _, metrics in every:
-        for metric, value in metrics.items():
+    every = dict(dist.gather_all(mine))
+    for prompt_id in sorted(every):
+        for metric, value in every[prompt_id].items():
             scores[metric].append(value)
     return dict(scores)
 
@@ -685,7 +680,7 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
     exact = device.type == "cpu" and cfg.dtype != "bfloat16"
     require(
         config.model_type != "qwen3_5_text" or (kind == "vllm" and not exact),
-        f"--engine {kind} can't decode {path} ({config.model_type}), which has recurrent states",
+        f"--engine {kind} can't decode {path}, a model with recurrent states",
         "--engine vllm, on a CPU with --dtype bfloat16, which vllm's kernels take",
     )
     known = max_positions(config)

@@ -34,7 +34,7 @@ from configs import (
     user_errors,
 )
 from guard.lock import FolderLock
-from reward import check_functions
+from reward import check_functions, terms_of
 from tools.plan import check_ranks
 
 # Before the slow `import torch`, so that --help and wrong flags get a quick answer.
@@ -49,7 +49,7 @@ if __name__ == "__main__":
             starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
             check_ranks(CONFIG, starts)
         if main_rank:
-            FolderLock(Path(CONFIG.out).absolute() / "lock").refuse_living()
+            FolderLock(CONFIG.folder / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -94,7 +94,6 @@ from rollout import (
     sample_row,
     score_sets,
     shape_rewards,
-    terms_of,
 )
 from tools import plan, report
 
@@ -183,7 +182,6 @@ def learn(
     """Train on a step's samples: compute log-probs and advantages, then update critic and policy."""
     cfg = run.cfg
     world = run.world
-    log = run.log
     policy, critic, ref = run.policy, run.critic, run.ref
     if ref:
         with dist.phase("ref"), resident(ref, world):
@@ -195,14 +193,14 @@ def learn(
     if critic:
         with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
-            train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, log)
+            train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, run.log)
     elif cfg.advantage == "return_whiten":
         minibatches = estimate_advantages(None, minibatches, cfg, meter)
     elif cfg.advantage == "group_mean_whiten":
         minibatches = whiten_advantages(minibatches)
     if step >= cfg.freeze_policy_steps:
         with dist.phase("policy"), resident(policy, world):
-            train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, log)
+            train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, run.log)
 
 
 def resident(role: Role, world: dist.World):
@@ -255,8 +253,7 @@ def sample_step(
     else:
         batch = batch_at(run.problems, step, cfg, run.solved)
         samples, carried = draw(run, dict(enumerate(batch)), (step,))
-    names = [term.name for term in terms_of(cfg)]
-    measure_samples(meter, samples, names, cfg.env != "", cfg.samples_per_prompt)
+    measure_samples(meter, samples, cfg)
     if cfg.skip_solved:
         meter.add("solved", len(run.solved), len(run.problems))
     if dist.stop_requested():  # the samples are not complete
@@ -407,8 +404,8 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     scores = torch.tensor([s.score for s in samples], dtype=torch.float64)
     scores = scores.view(-1, n)  # (P, n): P prompts
     if cfg.advantage == "group_mean_over_mean":
-        found = "--advantage group_mean_over_mean with a negative score"
-        dist.together(require, bool((scores >= 0).all()), found, "rewards from 0")
+        negative = "--advantage group_mean_over_mean with a negative score"
+        dist.together(require, bool((scores >= 0).all()), negative, "rewards from 0")
     advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
@@ -420,10 +417,10 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
         kept = advantages[keep]
         sums = torch.stack([keep.sum(), (kept * kept).sum()])
         advantages /= grpo.batch_std(dist.all_sum(sums))
-    found = []
+    changed = []
     for s, advantage, kept in zip(samples, advantages.tolist(), keep.tolist(), strict=True):
-        found.append(replace(s, advantage=advantage, in_loss=s.in_loss and kept))
-    return found
+        changed.append(replace(s, advantage=advantage, in_loss=s.in_loss and kept))
+    return changed
 
 
 def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
@@ -641,12 +638,7 @@ def critic_pack_loss(
 
 
 def policy_pack_loss(
-    model: nn.Module,
-    p: Pack,
-    tokens: float,
-    responses: float,
-    cfg: Config,
-    meter: Meter,
+    model: nn.Module, p: Pack, tokens: float, responses: float, cfg: Config, meter: Meter
 ) -> Tensor:
     """Returns the policy loss of one pack. An update's loss is the sum over its packs on all ranks.
 
@@ -736,7 +728,7 @@ def update(
     meter.add("skipped_updates", not finite, 1)
     require(
         role.skipped < 3,
-        f"three updates of the {role.name} in a row were not finite, the last one in step {step}",
+        f"three updates of the {role.name} in a row are not finite, last in step {step}",
         "a smaller learning rate, or --dtype float32",
     )
 
@@ -766,8 +758,7 @@ def end_of_step(
     if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
-    errors = set(dist.gather_all(run.grader.new_errors()))
-    for error in sorted(errors):
+    for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
         log.alarm(f"grading failed, and the term of --reward is 0: {ascii(error)}", step)
     return dist.stop_requested()
 

@@ -25,8 +25,6 @@ its choices, so a row with another field that belongs to the question, such as `
 that no prompt shows are named, except for those of known use (QUIET).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -55,8 +53,8 @@ INVISIBLE = " \t\n\r\v\f\0\x85\xa0\xad\u200b\u200e\u200f\u2028\u2029\u2060\u3000
 MOST_ERRORS = 10  # wrong rows that one message names
 # Fields that belong to the question; also choices in fields of their own, such as option_a.
 OF_QUESTION = re.compile(
-    r"(body|passage|context|ctx|article|paragraph|story|document|premise|"
-    r"background|table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
+    r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
+    r"table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
     r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
 )
 # Fields that no prompt needs, such as question_type: one of these words between underscores.
@@ -216,7 +214,7 @@ def _unused(fields, problem, turns, where):
             continue
         require(
             not of_question,
-            f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.60}",
+            f"{where} has a field {name!a:.40} that is in no part of the prompt: {value!a:.50}",
             "its text in the problem, choices in a field choices, or rows without it",
         )
         found.append((name, hash(repr(value))))
@@ -298,8 +296,11 @@ def _dataset(fields, where):
     value = _first(fields, "dataset", "data_source")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    found = f"{where} has the data set {value!a:.80}"
-    require(value is None or isinstance(value, str), found, "the name of one data set")
+    require(
+        value is None or isinstance(value, str),
+        f"{where} has the data set {value!a:.80}",
+        "the name of one data set",
+    )
     return (value or "").strip()
 
 
@@ -462,7 +463,7 @@ def _letter_of(gold, choices, fields, where):
 
 BOM = b"\xef\xbb\xbf"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
-READABLE = "JSON in UTF-8, one object a line (in .json also a list), or intact Parquet or Arrow"
+READABLE = "JSON in UTF-8, an object a line (in .json also a list), or Parquet or Arrow"
 
 
 def read_rows(path: str) -> Iterator[tuple[int, Any]]:

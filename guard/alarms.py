@@ -3,13 +3,13 @@
 for text in new_alarms(log.history, cfg): print(text)"""
 
 import fnmatch
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from configs import Config
-from log import NAN
-from rollout import terms_of
+from reward import terms_of
 
 MEAN_STEPS = 5  # alarms use means over the last 5 steps
 QUIET_STEPS = 10  # an alarm is printed again only after 10 steps in which it was inactive
@@ -71,8 +71,8 @@ ALARMS = {
 
 def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     """Returns a dict with the alarms that are active after the last step of `history`: name -> text."""
-    now = defaultdict(lambda: NAN)
-    now["first_entropy"] = next((row["entropy"] for row in history if "entropy" in row), NAN)
+    now = defaultdict(lambda: math.nan)
+    now["first_entropy"] = next((row["entropy"] for row in history if "entropy" in row), math.nan)
     for name in history[-1]:
         now[name] = fmean(row[name] for row in history[-MEAN_STEPS:] if name in row)
     now["constant_terms"] = constant_terms(history, cfg)

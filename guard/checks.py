@@ -36,10 +36,10 @@ from configs import (
 from data import Problem, Sample
 from grading.answers import grade, readers
 from grading.worker import MAX_ANSWER, Grader
-from guard.identity import VERSIONS, check_ranks, source_of
+from guard.identity import VERSIONS, check_same, source_of
 from guard.lock import FolderLock
 from model import load_config, load_tokenizer
-from rollout import graders_of, terms_of
+from reward import graders_of, terms_of
 from tools import plan
 
 # --- the machines
@@ -55,10 +55,10 @@ def preflight(
     Raises UserError if ranks differ in code, packages, settings or folder, or if the folder is in use or not
     writable."""
     program = VERSIONS | {"config": short_hash(repr(cfg).encode())}
-    check_ranks("runs", program, "the same code, packages and command line on every machine")
+    check_same("runs", program, "the same code, packages and command line on every machine")
     dist.together(lambda: claim_folder(cfg, lock) if main else None)
     owner = {f"the lock in {lock.file.parent}": dist.together(lock.owner)}
-    check_ranks("finds", owner, "--out on a file system that all ranks share")
+    check_same("finds", owner, "--out on a file system that all ranks share")
 
 
 # Names of .git and of the files and folders that a run or tools.report writes. A new run refuses a folder
@@ -144,7 +144,7 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
     if shortage:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
     disk = planned["host and disk, GiB"]["disk, all"]
-    dist.together(check_space, Path(case.cfg.out).absolute(), disk * GIB)
+    dist.together(check_space, case.cfg.folder, disk * GIB)
     say(f"{plan.verdict(case)}\n")
     return planned
 
@@ -206,9 +206,9 @@ GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be grade
 COMMON = 0.05  # a gold answer of a larger share of the problems is told
 # A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
 PLACEHOLDER = re.compile(
-    r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|missing|"
-    r"(no|the)?.?answer|see .*(solution|proof|above)|none|null|nan|n/a|tbd|todo|\?+|"
-    r"\.{2,}|…|-{2,})[\s$)\]}>.]*",
+    r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|"
+    r"missing|(no|the)?.?answer|see .*(solution|proof|above)|none|null|nan|n/a|"
+    r"tbd|todo|\?+|\.{2,}|…|-{2,})[\s$)\]}>.]*",
     re.IGNORECASE,
 )
 
@@ -235,7 +235,8 @@ def check_gold(
         indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
     bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))
     shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
-    found = f"{name}: {len(bad)} of {len(indices)} gold answers can't be graded: {', '.join(shown)}"
+    share = f"{len(bad)} of {len(indices)} gold answers can't be graded"
+    found = f"{name}: {share}: {', '.join(shown)}"
     if bad:
         say(found)
     for line in odd_golds(problems):
@@ -243,8 +244,7 @@ def check_gold(
     require(
         cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
         found,
-        'answers that math-verify can read, another --reward, "reward": "exact" in such rows, or '
-        "--go",
+        'readable answers, another --reward, "reward": "exact" in such rows, or --go',
     )
 
 
@@ -318,7 +318,8 @@ def first_look(
         say(
             f"\nprompt    {shorten(tokenizer.decode(list(s.prompt)), 400)}\n"
             f"response  {shorten(s.text, 400) or '(empty)'}\n"
-            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, gold {batch[s.prompt_id].answer!r}"
+            f"graded    {s.reason}, {s.reward:g}: {s.answer!r}, "
+            f"gold {batch[s.prompt_id].answer!r}"
         )
     reasons = Counter(dist.gather_all(s.reason for s in samples))
     rewards = dist.gather_all(s.reward for s in samples)

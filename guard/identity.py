@@ -7,7 +7,7 @@ A run has two dicts of facts, name -> value, such as a hash:
 
 `facts_of` collects them. They are compared in three places:
 
-    check_ranks       between the ranks, when a run starts
+    check_same        between the ranks, when a run starts
     check_unchanged   with a checkpoint, when a run is resumed or starts from the checkpoint
     check_base        with a checkpoint, when a model is exported"""
 
@@ -44,13 +44,13 @@ VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 # Settings that may change when a run resumes. For some of them, such as `data` and `model`, another path is
 # accepted, but other content is refused.
 MAY_CHANGE = (
-    "out resume model critic_model ref_model data template system_prompt template_args "
-    "reward env "
+    "out resume model critic_model ref_model data "
+    "template system_prompt template_args reward env "
     "steps epochs total_episodes eval_data eval_every eval_samples "
     "save_every keep keep_best save_samples save_logps track profile "
     "engine engine_share max_num_seqs tp grade_workers grade_deadline selfcheck go "
-    "layout ranks device shard_ranks network deterministic recompute offload pack_len "
-    "grace stall_limit max_logp_gap"
+    "layout ranks device shard_ranks network deterministic "
+    "recompute offload pack_len grace stall_limit max_logp_gap"
 ).split()
 # Settings of a model's config.json that change no result.
 NO_SETTINGS = "_name_or_path architectures dtype transformers_version id2label label2id".split()
@@ -152,10 +152,10 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 WEIGHTS = (".safetensors",)
-MODEL_FILES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
+FILES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
 
 
-def folder_fingerprint(path: str, kinds: Sequence[str] = MODEL_FILES) -> str:
+def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
     """Returns a hash that shows whether the files of a model folder have changed: config, tokenizer and
     weights, or those whose names end in one of `kinds`. To save time, it covers only the name, the size and
     about 64 blocks of 4 KiB of each file. Raises UserError if a file can't be read, such as a link without
@@ -189,7 +189,7 @@ def weights_hash(path: str) -> str:
 # --- the comparisons
 
 
-def check_ranks(
+def check_same(
     verb: str,
     facts: Facts,
     needed: str,
@@ -199,7 +199,7 @@ def check_ranks(
     verb: "reads" gives "not every rank reads what rank 0 reads"
     needed: what the user should do"""
     every = dist.gather((os.uname().nodename, facts))
-    main_host, expected = every[0]
+    main, expected = every[0]
     other = {
         f"{host} ({'; '.join(differences(expected, found))})"
         for host, found in every
@@ -207,7 +207,7 @@ def check_ranks(
     }
     require(
         not other,
-        f"not every rank {verb} what rank 0 on {main_host} {verb}: {', '.join(sorted(other))}",
+        f"not every rank {verb} what rank 0 on {main} {verb}: {', '.join(sorted(other))}",
         needed,
     )
 
@@ -241,5 +241,6 @@ def check_base(
     read = model_facts(source, tokenizer, who, saved["config"].get("lora", 0))
     read["chat template"] = template_hash(tokenizer, saved["config"]["template"])
     was = source_of(who, saved["config"])
-    needed = f"--model with the folder that the run started from (was: {was})"
-    check_unchanged(path, saved, read, needed)
+    check_unchanged(
+        path, saved, read, f"--model with the folder that the run started from (was: {was})"
+    )

@@ -62,8 +62,11 @@ def check_engine(
     weights = partial(dist.full_weights, policy, world.device)
     results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
     for rank, (error, _) in enumerate(results):
-        needed = "a fix of the cause, or --no-selfcheck to train anyway"
-        require(not error, f"self-check: on rank {rank}, {error}", needed)
+        require(
+            not error,
+            f"self-check: on rank {rank}, {error}",
+            "a fix of the cause, or --no-selfcheck to train anyway",
+        )
     largest = max(gap for _, gap in results)
     return f"self-check: engine and trainer agree to {largest:.1e} nats a token"
 

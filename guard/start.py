@@ -21,7 +21,7 @@ from torch import nn
 import ckpt
 import dist
 from configs import Config, Say, UserError, read_json, require, show
-from data import Problem, Sample, Solved, fix_date, load_problems, set_arguments
+from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import (
@@ -34,7 +34,7 @@ from guard.checks import (
 )
 from guard.identity import (
     Facts,
-    check_ranks,
+    check_same,
     facts_of,
     source_of,
 )
@@ -52,6 +52,7 @@ from model import (
     load_tokenizer,
     resolve,
 )
+from reward import terms_of
 from rollout import (
     Sets,
     check_graders,
@@ -59,7 +60,6 @@ from rollout import (
     load_sets,
     make_engine,
     make_grader,
-    terms_of,
 )
 from tools import plan
 
@@ -106,7 +106,7 @@ def prepare(cfg: Config) -> Run:
     paths = {name: resolve(getattr(cfg, name)) for name in ("model", "critic_model", "ref_model")}
     cfg = replace(cfg, **paths)
     plan.check_ranks(cfg, world.size)
-    lock = FolderLock(Path(cfg.out).absolute() / "lock")
+    lock = FolderLock(cfg.folder / "lock")
     try:
         preflight(cfg, lock, world.main)
         # All ranks read the checkpoint that rank 0 has found.
@@ -122,7 +122,7 @@ def prepare(cfg: Config) -> Run:
 def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
     """Returns the checkpoint that the run reads, or None; and whether the run continues from it. A run that
     does not continue takes only the weights (--start_from)."""
-    found = ckpt.find(Path(cfg.out).absolute(), cfg.resume)
+    found = ckpt.find(cfg.folder, cfg.resume)
     if found or not cfg.start_from:
         return found, found is not None
     return ckpt.named(cfg.start_from), False
@@ -141,7 +141,7 @@ def load(
 ) -> Run:
     """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. Raises UserError
     as `prepare` does."""
-    out = lock.file.parent
+    out = cfg.folder
     say = show if world.main else lambda text: None
     own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
@@ -219,11 +219,9 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(cfg: Config, say: Say) -> tuple[Config, Inputs]:
-    """Returns the inputs of the run, and the config with `date` = "" if the chat template prints no date."""
+    """Returns the inputs of the run, and the config as `set_template` does."""
     tokenizer = dist.together(load_tokenizer, cfg.model)
-    dist.together(set_arguments, tokenizer, cfg.template_args)
-    day = cfg.date if cfg.template == "chat" else ""
-    cfg = replace(cfg, date=dist.together(fix_date, tokenizer, day))
+    cfg = dist.together(set_template, tokenizer, cfg)
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
@@ -238,7 +236,7 @@ def state_of(
 ) -> Facts:
     """Returns the content of state.json, without the step. Raises UserError if ranks read different files."""
     read, noted = facts_of(cfg, *inputs, terms_of(cfg))
-    check_ranks("reads", read | noted, "the same files on every machine")
+    check_same("reads", read | noted, "the same files on every machine")
     # Problems that were solved in the interrupted step do not count, because the step is repeated.
     solved = {int(i): step for i, step in saved["solved"].items() if step <= saved["step"]}
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
@@ -288,9 +286,9 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
     roles = {}
     bases = {}  # role that loads a base -> base
     for who in cfg.models:
-        load = load_policy
+        load_model = load_policy
         if who == "critic":
-            load = partial(load_critic, seed=cfg.seed)
+            load_model = partial(load_critic, seed=cfg.seed)
         path = source_of(who, vars(cfg))
         shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
         if who != "ref":
@@ -299,12 +297,12 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
             owner = "policy" if path == cfg.model else who
             if owner not in bases:
                 frozen = partial(freeze, shard, cfg.lora, cfg.lora_alpha, world.dtype)
-                bases[owner] = load(path, device, frozen)
+                bases[owner] = load_model(path, device, frozen)
             model = Adapted(bases[owner], cfg.seed, who == "critic").to(world.device)
             if who == "ref" and not cfg.keeps_ref:
                 model.adapters.clear()  # they would stay 0
         else:
-            model = load(path, device, shard)
+            model = load_model(path, device, shard)
         roles[who] = Role(who, model, None)
         if who == "ref":
             model.requires_grad_(False)
@@ -334,13 +332,12 @@ def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic to export/."""
     steps = run.cfg.steps
     stop(run, steps)
-    saved = run.saver.facts
     out = run.log.out
     for role in filter(None, (run.policy, run.critic)):
         who = role.name
         source = source_of(who, vars(run.cfg))
         weights = dist.full_weights(role.model, run.world.device)
-        facts = ckpt.marker(out, steps, who, saved)
+        facts = ckpt.marker(out, steps, who, run.saver.facts)
         folder = out / "export" / who
         if run.start == steps == read_json(folder / ckpt.MARKER).get("step"):
             continue  # a finished run that was started again

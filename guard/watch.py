@@ -17,21 +17,31 @@ from dist import CURRENT, not_ignored, stop_signal
 
 
 def watch(limit: float) -> None:
-    """Start a thread that prints this process's stacks and ends the process, with status 1, if a phase takes
-    longer than `limit` seconds. All ranks are in the same phase, so each ends itself."""
+    """Start a thread that ends the process, with status 1, in two cases:
+
+    - A phase takes longer than `limit` seconds. The thread first prints this process's stacks. All ranks are
+      in the same phase, so each ends itself.
+    - A signal came, and the run has not ended --grace seconds later (see `handle_signals`)."""
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
-    every = min(5.0, limit / 10)
 
     def look():
         while time.perf_counter() - CURRENT.began < limit:
-            time.sleep(every)
+            time.sleep(0.2)
+            signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
+            if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
+                print(
+                    f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
+                    f"{CURRENT.name} has not ended: this process ends without saving",
+                    file=sys.stderr,
+                )
+                os._exit(1)
         print_stacks(
             f"stalled: phase {CURRENT.name} took more than {limit:.0f} s (--stall_limit); "
             f"the stacks of this process on {os.uname().nodename}:"
         )
-        time.sleep(3 * every)  # the other ranks need time to print their stacks
+        time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
         os._exit(1)
 
     threading.Thread(target=look, daemon=True, name="watch").start()
@@ -52,10 +62,10 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1, SIGHUP (a closed terminal), SIGQUIT and ctrl-C request a
-    stop (dist.stop_requested). A SIGHUP or SIGQUIT that the caller ignores, as under nohup, does not. The
-    process ends with status 1 if the body still runs `grace` seconds after the signal. A second ctrl-C ends
-    the process at once, also with status 1."""
-    ended = threading.Event()
+    stop (dist.stop_requested). A SIGHUP or SIGQUIT that the caller ignores, as under nohup, does not. If the
+    body still runs `grace` seconds after the signal, the thread of `watch` ends the process with status 1. A
+    second ctrl-C ends the process at once, also with status 1."""
+    CURRENT.grace = grace
 
     # The handler must take no lock. A second signal can interrupt it, and the second call would wait forever
     # for the first call's lock.
@@ -74,17 +84,6 @@ def handle_signals(grace: float) -> Iterator[None]:
         elif number == signal.SIGINT and now - stop_signal[1] > 2:
             os._exit(1)
 
-    def watch_grace():
-        while not ended.wait(0.2):
-            if stop_signal and time.monotonic() - stop_signal[1] > grace:
-                print(
-                    f"{stop_signal[0]} came {grace:.0f} s ago (--grace), and phase {CURRENT.name} "
-                    "has not ended: this process ends without saving",
-                    file=sys.stderr,
-                )
-                os._exit(1)
-
-    threading.Thread(target=watch_grace, daemon=True, name="grace").start()
     before = {
         number: signal.signal(number, request)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *not_ignored())
@@ -94,7 +93,6 @@ def handle_signals(grace: float) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        ended.set()
         stop_signal.clear()
 
 

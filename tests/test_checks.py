@@ -20,7 +20,7 @@ import ckpt
 import dist
 from configs import UserError
 from guard.lock import FolderLock
-from guard.watch import handle_signals
+from guard.watch import handle_signals, watch
 from log import read_metrics
 
 HOST = os.uname().nodename
@@ -189,6 +189,21 @@ def stormed(rounds):
 
 def test_a_signal_may_come_while_another_is_handled():
     assert run_ranks(1, stormed, 8) == [8]
+
+
+def overdue():
+    dist.CURRENT.limit = 0.0  # in this process no thread watches yet
+    watch(1000.0)
+    with handle_signals(grace=0.1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(300)
+
+
+def test_a_run_that_goes_on_after_the_grace_period_is_ended():
+    process = get_context("fork").Process(target=overdue)
+    process.start()
+    process.join()
+    assert process.exitcode == 1
 
 
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):

@@ -71,7 +71,7 @@ def test_a_constant_reward_with_a_penalty_that_varies_is_no_alarm():
     samples = [dataclasses.replace(s, reward=1.0, parts={"overlong": -0.1 * (s.sample_id % 2) * s.prompt_id})
                for s in ranks.make_samples(8)]
     meter = Meter()
-    measure_samples(meter, samples, ["overlong"])
+    measure_samples(meter, samples, dataclasses.replace(PPO, samples_per_prompt=4))
     assert meter.reduce()["uniform_groups"] == 0.5  # prompt 0 of two
 
 

@@ -291,7 +291,7 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
 
     def logged(samples):
         meter = log.Meter()
-        log.measure_samples(meter, samples, [t.name for t in rollout.terms_of(cfg)])
+        log.measure_samples(meter, samples, cfg)
         rows = meter.reduce()
         return {k: v for k, v in rows.items() if k.startswith("reward/")}
 

@@ -16,7 +16,7 @@ import model
 import rollout
 import train
 from bench import tasks
-from configs import PRESETS
+from configs import PRESETS, Config
 from data import Problem, Sample
 from engines.torch_engine import TorchEngine
 from grading.answers import extract
@@ -120,7 +120,7 @@ def test_prompts_weigh_the_same_and_share_their_weight_over_sampled_tokens():
 
 def test_metrics_tell_sampled_tokens_from_all():
     samples, meter = with_gaps(2), Meter()
-    measure_samples(meter, samples, [], turns=True)
+    measure_samples(meter, samples, Config(env="env.py:f"))
     sampled = [int(s.is_sampled.sum()) for s in samples]
     found = meter.reduce()
     assert found["response_len"] == np.mean([len(s.ids) for s in samples]) > np.mean(sampled)
@@ -311,7 +311,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
         assert s.ids.tolist() == first.ids.tolist() and s.turns == 1 and s.reward == 0
         assert s.reason == (reason if first.stopped else "truncated")
     meter = Meter()
-    measure_samples(meter, samples, [], turns=True)
+    measure_samples(meter, samples, Config(env="env.py:f"))
     found = meter.reduce()
     assert found[f"grade/{reason}"] == np.mean([s.stopped for s in firsts])
 

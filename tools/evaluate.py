@@ -53,6 +53,7 @@ from configs import (
     require,
     show,
     user_errors,
+    write_jsonl,
 )
 from reward import check_functions, graders_of, terms_of
 
@@ -107,8 +108,11 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     files = paths[len(models) :]
     for model in models:
         check_model(model)
-    usage = "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]"
-    require(bool(files), "no data file", usage)
+    require(
+        bool(files),
+        "no data file",
+        "python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]",
+    )
     names = set(map(model_name, models))
     require(len(names) == len(models), "the same model twice", "each model once")
     words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
@@ -217,7 +221,7 @@ if __name__ == "__main__":
 import torch
 
 import dist
-from data import fix_date, set_arguments
+from data import set_template
 from engine import Engine
 from grading.worker import Grader
 from guard.checks import check_gold
@@ -383,9 +387,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
-    set_arguments(tokenizer, cfg.template_args)
-    day = cfg.date if cfg.template == "chat" else ""
-    cfg = replace(cfg, date=fix_date(tokenizer, day))
+    cfg = set_template(tokenizer, cfg)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     check_graders(sets.values(), cfg)
     check_tokens(sets.values(), load_config(path))
@@ -480,10 +482,8 @@ def evaluate_all(
 def save(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping]) -> None:
     """Write scores.json and samples.jsonl, which has a row for each response, to a model's folder."""
     scores = json.dumps(result, indent=1)
-    samples = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "scores.json").write_text(f"{scores}\n")
-    # UTF-8 can't encode a lone surrogate.
-    (folder / "samples.jsonl").write_text(samples, encoding="utf-8", errors="backslashreplace")
+    write_jsonl(folder / "samples.jsonl", rows)
 
 
 def main(argv: Sequence[str]) -> None:

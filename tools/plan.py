@@ -485,11 +485,8 @@ def recomputed_layers(case: Case, name: str) -> int:
         return min(int(count), layers)
     limit = (1 - HEADROOM) * case.capacity
     for count in range(layers):
-        most = 0.0
-        for usage in _update_instants(case, name, count):
-            usage = _with_total(case, usage)
-            most = max(most, usage["total"])
-        if most <= limit:
+        instants = _update_instants(case, name, count)
+        if max(usage["total"] for usage in instants) <= limit:
             return count
     return layers
 
@@ -641,7 +638,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, recompute):
-    """Returns a list: the memory (Usage) at three instants of an update. The peak is at one of them."""
+    """Returns a list: the memory (Usage with its total) at three instants of an update. The peak is at one of
+    them."""
     shape = case.models[name]
     params = case.params[name]
     b = case.number  # bytes of a number in the compute dtype
@@ -688,7 +686,7 @@ def _update_instants(case, name, recompute):
     }
     # 3. AdamW's step, with temporary memory of the size of the weight shards.
     of_step = {"AdamW's step": shard}
-    return [at_rest | usage for usage in (of_head, of_layer, of_step)]
+    return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer, of_step)]
 
 
 def _engine_memory(case):
@@ -758,10 +756,10 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
             "logits": _logits(case, shape.vocab, tokens),
         }
         instants.append(("ref", ref | _asleep(case)))
+    found = [(phase, _with_total(case, usage)) for phase, usage in instants]
     for name, recompute in case.recompute.items():
-        for usage in _update_instants(case, name, recompute):
-            instants.append((name, usage))
-    return [(phase, _with_total(case, usage)) for phase, usage in instants]
+        found += product([name], _update_instants(case, name, recompute))
+    return found
 
 
 def _with_total(case, usage):
@@ -857,7 +855,7 @@ class Sent(NamedTuple):
     between: float  # to other nodes
 
 
-def sent(size: float, ranks: int, nodes: int = 1) -> Sent:
+def sent(size: float, ranks: int, nodes: int) -> Sent:
     """Returns the bytes that a rank sends in a collective over `ranks` ranks on `nodes` nodes.
 
     size: bytes of the whole tensor; for an all-reduce, which is a reduce-scatter and an all-gather, twice
@@ -1016,7 +1014,8 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     cached = batch * (prompt + response / 2)  # tokens in the KV cache, as a mean over the response
     # A step reads and writes the running state of each response (half of state_bytes).
     read = case.engine_weights + cached * case.kv_bytes + batch * case.state_bytes
-    reading = read / (BANDWIDTH * gpu.hbm)
+    speed = BANDWIDTH * gpu.hbm  # bytes/s
+    reading = read / speed
     flop = 2 * case.params["policy"] * batch / cfg.tp
     device = max(reading, flop / (MFU * gpu.flops))
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
@@ -1026,7 +1025,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
     most_steps = max(steps, cfg.max_response_len)  # the longest response alone needs so many
     host = most_steps * of_step + tokens * of_response
-    longest = cfg.max_response_len * case.engine_weights / (BANDWIDTH * gpu.hbm)
+    longest = cfg.max_response_len * case.engine_weights / speed
     return max(steps * device, longest, host)
 
 
@@ -1123,13 +1122,11 @@ def remedy(case: Case) -> str:
     single = [*free.items()]
     shares = [share / 20 for share in range(4, 20)]
     shares.sort(key=lambda share: abs(share - cfg.engine_share))
-    for share in shares:
-        single.append(("engine_share", share))
+    single += product(["engine_share"], shares)
     for size in (2, 4, 8):
         if case.engine_sleeps and case.world % size == 0:
             single.append(("tp", size))
-    for count in (256, 64, 16, 8):
-        single.append(("max_num_seqs", count))
+    single += product(["max_num_seqs"], (256, 64, 16, 8))
     changes = [{}]
     for others in ({}, free):
         for flag, value in single:
@@ -1155,7 +1152,7 @@ def verdict(case: Case) -> str:
     if lack := shortage(case):
         return f"does not fit: {lack}; needed: {remedy(case)}"
     phase, usage = fullest(case)
-    return f"fits: phase {phase} needs most memory, {gib(usage['total'])} of a rank's {gib(case.capacity)}"
+    return f"fits: {gib(usage['total'])} of a rank's {gib(case.capacity)} in phase {phase}"
 
 
 def engine_choice(case: Case) -> str:
@@ -1330,11 +1327,11 @@ def command(case: Case, words: Sequence[str]) -> str:
     flags = re.sub(r" --(gpu[= ]\S+|json)\b", "", f" {shlex.join(words)}")
     if case.world <= NODE:
         return f"python train.py{flags}"
-    local = max(
-        n for n in range(1, NODE + 1) if case.world % n == 0
-    )  # torchrun starts as many on each
+    # torchrun starts equally many ranks on each machine.
+    local = max(n for n in range(1, NODE + 1) if case.world % n == 0)
     ranks = f"--nnodes {case.world // local} --nproc-per-node {local}"
-    return f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py{flags}"
+    place = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    return f"torchrun {ranks} {place} train.py{flags}"
 
 
 def main() -> None:

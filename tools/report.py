@@ -368,10 +368,9 @@ def _files(run, kind):
 def _samples(run, kind):
     """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first."""
     files = _files(run, kind)
-    files.reverse()
     every = len(files) // 6 + 1
     html = ""
-    for file in files[::every]:
+    for file in files[::-every]:
         rows = read_jsonl(file, ROW)
         cards = ""
         for right in (False, True):
@@ -385,13 +384,13 @@ def _samples(run, kind):
 def _card(row):
     """Returns a response as HTML. The texts of an environment (--env) are marked."""
     grade = f"{_mark(row)} {row['reason']}, reward {row['reward']}"
-    answers = (
-        f"answer {row.get('answer')}, gold answer {row.get('gold')}, {row.get('tokens')} tokens"
-    )
+    answers = f"answer {row.get('answer')}, gold {row.get('gold')}, {row.get('tokens')} tokens"
     text = ""
     for i, segment in enumerate(row.get("segments", [row["response"]])):
-        of_env = i % 2 == 1
-        text += f"<mark>{escape(segment)}</mark>" if of_env else escape(segment)
+        shown = escape(segment)
+        if i % 2 == 1:
+            shown = f"<mark>{shown}</mark>"
+        text += shown
     return (
         f"<article><b>{escape(f'{grade}, {answers}')}</b><br>"
         f"{escape(row['problem'])}<pre>{text}</pre></article>"

@@ -31,7 +31,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from configs import read_json, require, run_command
+from configs import read_json, require, run_command, write_jsonl
 
 VERSION = 3  # raise this number when a change of this file changes the model
 GUESSES = 0.5  # fraction of guesses in the last third of the texts
@@ -179,9 +179,7 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)
     for name, part in parts.items():
-        with (new / f"{name}.jsonl").open("w") as file:
-            for problem in part:
-                print(json.dumps(task.row(problem)), file=file)
+        write_jsonl(new / f"{name}.jsonl", map(task.row, part))
     (new / "tiny.json").write_text(json.dumps(recipe) + "\n")
     new.rename(path)
     return str(path)
@@ -205,8 +203,7 @@ def pretrain(
             prompt, response = task.text(problem, rng, final)
             texts.append(prompt + response + tokenizer.eos_token)
     prompt_len = len(tokenizer(prompt).input_ids)
-    encoded = tokenizer(texts[:count], padding=True, return_tensors="pt")
-    tokens = encoded.input_ids
+    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
