@@ -54,14 +54,14 @@ def requests_of(case, n=3):
 
 
 def naive(hf, eos, prompt, ids, limit, k, temperature, top_p):
-    """Returns the tokens that follow `prompt` and each beginning of the response `ids`, and their log-probs, by
-    transformers' model. If `ids` was sampled rightly, these are the tokens of `ids`."""
+    """Returns the tokens that transformers' model draws after `prompt` and each beginning of the response
+    `ids`, and their log-probs. If `ids` was sampled rightly, these are the tokens of `ids`."""
     with torch.no_grad():
         of_tokens = hf(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1:-1]
     assert len(ids) == limit or ids[-1] in eos
     assert not eos & set(ids[:-1])
     tokens, logps, draws = [], [], uniforms((*KEY, *k), limit)
-    for logits, draw in zip(of_tokens, draws):
+    for logits, draw in zip(of_tokens, draws[:len(ids)], strict=True):
         if temperature == 0:
             tokens.append(int(logits.argmax()))
             logps.append(float(logits.log_softmax(-1)[tokens[-1]]))
