@@ -133,7 +133,7 @@ class StagingBuffer:
                 # Copies from a GPU to memory that is not pinned are several times slower.
                 self.slices[key] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
             self.offsets = owned_offsets(live)
-        copies = list(self.slices.values())
+        copies = [self.slices[key] for key in local]
         torch._foreach_copy_(copies, list(local.values()), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -22,6 +22,7 @@ from log import Logger, Meter, read_metrics
 matplotlib.use("Agg")
 import matplotlib.pyplot  # noqa: E402, F401
 
+import ckpt
 import data
 import dist
 import model
@@ -402,6 +403,25 @@ def first_rows(cfgs):
     train.finish = lambda run: None
     assert not any(main(cfg) for cfg in cfgs)
     return [read_metrics(Path(cfg.out)) for cfg in cfgs]
+
+
+def copies_at_two_saves() -> list[tuple[dict, dict]]:
+    """Returns (copies, tensors) at two saves. Only before the second save has the first optimizer a state."""
+    dist.init("cpu", "float32")
+    models, found = {}, []
+    for who in ("policy", "critic"):
+        layer = torch.nn.Linear(3, 2)
+        models[who] = layer, torch.optim.AdamW(layer.parameters(), lr=0.1)
+    buffer = ckpt.StagingBuffer(models)
+    for who in ("critic", "policy"):
+        layer, optimizer = models[who]
+        layer(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        buffer.update()
+        live = {f"{name}.{key}": x.detach().clone()
+                for name, pair in models.items() for key, x in dist.tensors_of(*pair).items()}
+        found.append(({k: x.clone() for k, x in buffer.slices.items()}, live))
+    return found
 
 
 def gold_messages(cfg, tokenizer, grader, world) -> list[str]:

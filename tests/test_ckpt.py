@@ -61,6 +61,12 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
 
 
+def test_a_copy_for_checkpoints_follows_state_that_appears_later():
+    """With --freeze_policy_steps, the critic's optimizer has state before the policy's."""
+    for count, (copies, live) in zip((10, 16), run_ranks(1, ranks.copies_at_two_saves)[0], strict=True):
+        assert equal(copies, live) and len(live) == count
+
+
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_checkpoint_of_two_ranks_is_the_same_on_any_number(resumed, count):
     two = resumed(2)[0]
