@@ -610,8 +610,8 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 def _fill(path, who, model, optimizer):
     """Load a model and its optimizer from the checkpoint `path`, where the model's name is `who`. A new
-    optimizer has no state tensors, so first create them: call optimizer.step() with zero gradients. Weights
-    without state in the checkpoint get no gradient, and so no state."""
+    optimizer has no state, so this function creates it with a step on zero gradients. Weights without state
+    in the checkpoint get no gradient, and so no state."""
     if optimizer:
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():

@@ -280,7 +280,7 @@ def prompt_encoder(
     have millions of characters, so it is not tokenized.
 
     Raises UserError for a wrong template. The returned function raises UserError if the template can't show
-    the conversation, or if the prompt ends in EOS."""
+    the conversation, or if the prompt has no token or ends in EOS."""
     form = prompt_form(template)  # "" for chat
     require(
         bool(form or tokenizer.chat_template),
@@ -305,6 +305,7 @@ def prompt_encoder(
             return None
         with explained(f"{row}: its text can't be tokenized", "text in UTF-8"):
             ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
+        require(len(ids) > 0, f"{row}: its prompt has no token", "a prompt with text")
         require(
             ids[:2] != [tokenizer.bos_token_id] * 2,
             f"{row}: its prompt begins with {tokenizer.bos_token!r} twice",

@@ -207,14 +207,14 @@ def mismatch_weight(
         "sequence": total,
         "geometric": total / _segment_tokens(mask, segment),
     }[level].exp()
-    near = ratio.clamp(low, high)
-    inside = near == ratio  # "…-mask" keeps these tokens
+    clamped = ratio.clamp(low, high)
+    kept = clamped == ratio  # what "…-mask" keeps
     if level == "negative":  # which tokens it keeps does not depend on their own ratios
         gap = torch.where(mask, now - engine_logp, 0)
         mean = _segment_sum(gap, segment) / _segment_tokens(mask, segment)
-        inside = mean.exp() >= low
-        inside |= advantages >= 0
-    weight = {"": ratio, "truncate": near, "mask": torch.where(inside, ratio, 0)}[action]
+        kept = mean.exp() >= low
+        kept |= advantages >= 0
+    weight = {"": ratio, "truncate": clamped, "mask": torch.where(kept, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)
 
 

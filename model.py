@@ -191,26 +191,27 @@ class Segments:
         for start, end in pairwise(self.cu_seqlens.tolist()):
             size = max(16, end - start).bit_length()
             groups[size].append((start, end))
-        slots = [0] * end  # of each token of the pack, which has `end` tokens
-        tokens = []  # index in the pack of the token in each slot
+        # After the loop above, `end` is the number of the pack's tokens.
+        slot_of = [0] * end  # index of a token in the pack -> its slot
+        at = []  # slot -> index of its token in the pack
         for segments in groups.values():
             columns = max(end - start for start, end in segments)
             self.blocks.append((len(segments), columns))
             for start, end in segments:
                 length = end - start
-                slot = len(tokens)
-                slots[start:end] = range(slot, slot + length)
-                tokens += range(start, end)
-                tokens += [start] * (columns - length)  # padding
+                slot = len(at)
+                slot_of[start:end] = range(slot, slot + length)
+                at += range(start, end)
+                at += [start] * (columns - length)  # padding
         device = self.cu_seqlens.device
-        slots = torch.tensor(slots, device=device)
-        tokens = torch.tensor(tokens, device=device)
+        slot_of = torch.tensor(slot_of, device=device)
+        at = torch.tensor(at, device=device)
         if self.slots is None:
-            self.slots = tokens
-            self.outputs = slots
+            self.slots = at
+            self.outputs = slot_of
         else:
-            self.slots = self.slots[tokens]
-            self.outputs = slots[self.outputs]
+            self.slots = self.slots[at]
+            self.outputs = slot_of[self.outputs]
 
 
 def packed_attention(
@@ -509,6 +510,7 @@ def logits_grad(
         return kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
+    # g is minus the gradient of z * scale: p (g_logp + g_entropy (log p + H)) - onehot(y) g_logp
     log_p = torch.add(-lse[:, None], z, alpha=scale)
     g = log_p.exp()
     factor = g_logp[:, None]
@@ -1064,8 +1066,9 @@ def on_meta(kind: type, path: str) -> PackModel:
         "a folder that save_pretrained has written",
     )
     names = "lm_head.weight", "model.embed_tokens.weight"
-    if kind is Policy and config.tie_word_embeddings and names[0] in files:
-        pair = {name: torch.empty(files[name].size) for name in names}
+    if kind is Policy and config.tie_word_embeddings and names[0] in model.names:
+        stored = [model.names[name] for name in names]
+        pair = {name: torch.empty(files[name].size) for name in stored}
         dist.load_files(pair, path)
         require(
             torch.equal(*pair.values()),

@@ -1,7 +1,7 @@
 """Samples and grades responses, for training and evaluation.
 
 with engine.awake(full_weights(policy), version=step):
-    sampling = Sampling(n=8, temperature=1.0, max_tokens=512, key=(seed, step), version=step)
+    sampling = Sampling(n=8, temperature=1.0, max_tokens=512, key=(seed, TRAIN, step), version=step)
     samples, _ = rollout(engine, grader, {prompt_id: problem, …}, sampling)"""
 
 import itertools
@@ -126,7 +126,7 @@ class Trajectories:
     open: dict[Key, Sample] = field(default_factory=dict)  # unfinished; their text: finished turns
     # The environment (--env) has not replied to the last turn yet.
     waiting: dict[Key, Sample] = field(default_factory=dict)
-    finished: dict[Key, Sample] = field(default_factory=dict)  # graded if `grader` is not ""
+    finished: dict[Key, Sample] = field(default_factory=dict)  # graded if Sample.grader is set
     # (prompt_id, sample_id) -> the environment's Reply; (prompt_id, sample_id, i) -> grader i's Grade
     results: dict = field(default_factory=dict)
 
@@ -223,6 +223,8 @@ class Trajectories:
         return True
 
     def _join(self, before, new):
+        """Returns `before` with the tokens of `new`. The text of `before` ends with its last finished turn,
+        so the text of the unfinished turn is made again."""
         turn = before.ids[before.turn_start :]
         text = new.text
         if len(turn):
@@ -418,12 +420,15 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
         must be complete."""
     cfg = trajectories.cfg
     step = trajectories.sampling.version
-    shares = trajectories.round_len > 0
-    gather = dist.gather if shares else trajectories.engine.gather
+    in_lockstep = trajectories.round_len > 0
+    gather = dist.gather if in_lockstep else trajectories.engine.gather
     while True:
         aborted = not trajectories.sample_round()
-        # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
-        if dist.stop_requested() if shares else aborted:
+        # With --round_len, the ranks exchange data after each round, so all ranks must stop together, also
+        # those that did not abort.
+        if in_lockstep:
+            aborted = dist.stop_requested()
+        if aborted:
             return None
         open_keys = gather(sorted(trajectories.open))
         finished = gather(list(trajectories.finished))
@@ -438,7 +443,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
                 return set(ready[: cfg.samples_per_step])
         elif not unfinished:
             return set(ready)
-        if shares:
+        if in_lockstep:
             trajectories.move(moves(open_keys))
 
 

@@ -107,7 +107,7 @@ def main(cfg: Config) -> bool:
     Raises UserError, with the same text on all ranks."""
     run = prepare(cfg)
     try:
-        with run.log, handle_signals(cfg.grace):
+        with run.log, run.grader, handle_signals(cfg.grace):
             done = train(run)
             if done:
                 finish(run)
@@ -116,7 +116,6 @@ def main(cfg: Config) -> bool:
                     f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
                     "the same command continues the run"
                 )
-        run.grader.close()
         if run.world.main:
             write_report(Path(cfg.out), done)
         return done
@@ -273,8 +272,8 @@ def draw_and_carry(
     meter: Meter,
 ) -> tuple[list[Problem], list[Sample], list[Sample]]:
     """Do the sampling of `sample_step` with --carry: continue the previous step's trajectories and begin new
-    ones, in all more than this step trains on. Returns the same three values as `sample_step`. The batch has
-    only the prompts that this step trains on."""
+    ones. Together these are more than this step trains on. Returns the same three values as `sample_step`.
+    The batch has only the prompts that this step trains on."""
     cfg = run.cfg
     begun = dist.gather_all(step_of(s.prompt_id, cfg) for s in run.carried)
     problems = {}  # number of a prompt in the run -> its problem
@@ -452,18 +451,18 @@ def make_packs(
         rows.append((*s.key, s.length, trained))
     every = sorted(dist.gather_all(rows))
     number = {row[:2]: i for i, row in enumerate(every)}
-    prompts, _, lengths, in_loss = np.array(every).T
+    prompts, _, lengths, trained = np.array(every).T
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
     work = forward_flops(lengths, lengths**2)
     layout = assign(lengths, work, prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
-        samples = add_prompt_shares(samples, layout, prompts, in_loss)
-    version = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
+        samples = add_prompt_shares(samples, layout, prompts, trained)
+    fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
     keys = [number[s.key] for s in samples]
     minibatches = dist.balance(samples, keys, layout)
-    minibatches = each(minibatches, lambda part: pack(part, version).to(world.device))
-    packs = [p for p in chain(*minibatches) if p.responses]
+    minibatches = each(minibatches, lambda part: pack(part, fresh_step).to(world.device))
+    packs = [p for p in chain(*minibatches) if p.responses]  # without packs of no loss
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
@@ -481,15 +480,15 @@ def add_prompt_shares(
     samples: list[Sample],
     layout: dist.Layout,
     prompts: np.ndarray,
-    in_loss: np.ndarray,
+    trained: np.ndarray,
 ) -> list[Sample]:
     """Returns copies of the samples with `prompt_share` set to 1 / (tokens of the prompt in the minibatch's
     loss × number of prompts in this loss). --aggregation prompt multiplies each token's loss by prompt_share.
 
     layout[minibatch][rank][pack]: indices of the pack's samples among the samples of all ranks
     prompts: prompt_id of each sample of all ranks
-    in_loss: tokens in the loss of each sample of all ranks"""
-    tokens = np.bincount(prompts, in_loss)  # of each prompt; a minibatch has whole prompts
+    trained: tokens in the loss of each sample of all ranks"""
+    tokens = np.bincount(prompts, trained)  # of each prompt; a minibatch has whole prompts
     share = np.zeros(len(tokens))
     for ranks in layout:
         chosen = np.unique(prompts[list(chain(*chain(*ranks)))])
@@ -649,12 +648,12 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    bounds = (cfg.mismatch, *cfg.mismatch_bounds)
-    weight, cut = grpo.mismatch_weight(
-        old, p.engine_logp, p.mask, segment, *bounds, logp, p.advantages
+    mismatch = (cfg.mismatch, *cfg.mismatch_bounds)
+    importance, cut = grpo.mismatch_weight(
+        old, p.engine_logp, p.mask, segment, *mismatch, logp, p.advantages
     )
-    correction = 1.0 if cfg.mismatch == "none" else weight
-    weights = p.mask / tokens
+    correction = 1.0 if cfg.mismatch == "none" else importance
+    weights = p.mask / tokens  # PPO: the mean over tokens
     ratio = "token"
     if cfg.algo == "grpo":
         ratio = cfg.ratio
@@ -681,7 +680,8 @@ def policy_pack_loss(
         loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
         meter.add(name, total, len(p.loss_tokens))
-    meter.add("mismatch/mean", weight.sum(), len(p.loss_tokens), (weight * weight).sum())
+    squares = importance * importance
+    meter.add("mismatch/mean", importance.sum(), len(p.loss_tokens), squares.sum())
     return loss
 
 

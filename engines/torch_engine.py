@@ -300,12 +300,13 @@ class Rows(Cache):
         if not ended and len(source) == self.rows:
             return
         self.rows = len(source)
-        # To copy few rows, the first new row of an old row takes its place, if that place still exists.
+        # To copy few rows, the first new row of an old row takes its place, if that place still exists. The
+        # other new rows are as many as the free places.
         stays = source < self.rows
         stays[1:] &= source[1:] != source[:-1]
-        free = torch.ones_like(stays)
-        free[source[stays]] = False
-        free = free.nonzero()[:, 0]
+        is_free = torch.ones_like(stays)
+        is_free[source[stays]] = False
+        free = is_free.nonzero()[:, 0]
         place = source.masked_scatter(~stays, free)
         self.table[:slots, 0] = place[new_row]
         copied = source[~stays]
@@ -405,6 +406,7 @@ class FusedDecoder:
         position = torch.arange(positions, device=like.device)
         self.cos, sin = self.policy.model.rotary_emb(like, position[:, None])  # (positions, 1, d)
         first, second = sin.chunk(2, -1)
+        # With this sign, rotate_half(x) * sin is x.roll(d / 2) * self.sin.
         self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -439,7 +441,7 @@ class FusedDecoder:
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
         qk = heads[:, :-kv]
         value = heads[:, -kv:]
-        turned = qk.roll(d // 2, -1)
+        turned = qk.roll(d // 2, -1)  # see `prepare`
         qk = torch.addcmul(qk * cos, turned, sin)
         query = qk[:, :-kv]
         key = qk[:, -kv:]
@@ -612,6 +614,7 @@ class TorchEngine(Engine):
                 self._decode(slots, temperature, top_p)
                 read = slots.copy(len(slots.responses))
             ended = self._look(slots, read())
+            # The next copy has tokens of these slots, but not of those that `_fill` adds now.
             seen = len(slots.responses)
             self._fill(slots, waiting, key)
             for r in ended:
@@ -658,7 +661,7 @@ class TorchEngine(Engine):
             return wanted
         c = self.config
         of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer
-        page = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token  # bytes
+        page_bytes = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token
         weights = 0
         for p in self.policy.parameters():
             weights += p.nbytes
@@ -666,7 +669,7 @@ class TorchEngine(Engine):
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total
         room -= weights + configs.SAMPLER_COPIES * logits
-        fitting = max(1, int(room) // page)
+        fitting = max(1, int(room) // page_bytes)
         return min(wanted, fitting)
 
     def _fill(self, slots, waiting, key):
@@ -749,7 +752,7 @@ class TorchEngine(Engine):
                 self._step(slots, *call)
                 if slots.is_paged and self.device.type == "cuda":
                     # A capture can't load kernels, so the first step of a batch size runs without a graph.
-                    # What it has freed must be free for the graph.
+                    # A graph has a memory pool of its own, so give back the memory that this step used.
                     self.loaded.add(call)
                     torch.cuda.empty_cache()
 

@@ -179,6 +179,7 @@ def _take_turn(make, names, texts, **values):
     make: the user's class; names: its parameters, some of `values`. See Grader.ask"""
     seed = values["seed"]
     env, seen = _live.pop(seed, (None, []))
+    # `seen` has at least one turn, so without `texts` it differs and the environment is closed.
     if env and seen != texts[:-1]:
         env.close()
         env = None
@@ -482,7 +483,7 @@ def _send_all(connection, outbox, hurry):
     """Send the requests of the queue `outbox` up to None. One message has the requests of GATHER seconds,
     because each message takes CPU time of the trainer and of the server.
 
-    hurry: an event that ends these seconds"""
+    hurry: while this event is set, requests are sent at once"""
     numbered = []
     while None not in numbered:
         if numbered:

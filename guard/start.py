@@ -143,7 +143,9 @@ def load(
     as `prepare` does."""
     out = cfg.folder
     say = show if world.main else lambda text: None
-    own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
+    in_own_folder = (
+        not resumes or path.parent.parent == out
+    )  # False: --resume names another run's checkpoint
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say)
     cfg = cfg.with_steps(len(inputs.problems))
@@ -172,13 +174,13 @@ def load(
     if cfg.selfcheck and engine.needs_selfcheck:
         lines.append(check_engine(engine, policy.model, inputs.problems, world, cfg))
     start = saved["step"]
-    log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
-    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
+    log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, in_own_folder)
+    saver = ckpt.Saver(out, models, cfg, facts, start if in_own_folder else None, log.alarm)
     for line in filter(None, lines):
         log.say(line)
     log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
-    progress = (start, carried, facts["solved"])
+    progress = (start, carried, facts["solved"])  # in the order of Run's fields, as `inputs`
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
 
