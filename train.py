@@ -113,7 +113,7 @@ def main(cfg: Config) -> bool:
                 finish(run)
             else:
                 run.log.say(
-                    f"stopped: {run.saver.saved} steps are saved in {run.saver.out}; "
+                    f"stopped: saved up to step {run.saver.saved} in {run.saver.out}; "
                     "the same command continues the run"
                 )
         if run.world.main:

@@ -267,7 +267,8 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
         for numbers in ([*scores.values()], gaps):
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
-                row.append(f"{half_interval(numbers):.4f}")
+                half = half_interval(numbers)
+                row.append("" if math.isnan(half) else f"{half:.4f}")
         rows.append(row + [""] * (6 - len(row)))
     return rows
 
