@@ -8,7 +8,8 @@ math-verify, which may hang or crash. So grading/worker.py runs `grade` in proce
 
 Equality is decided in three steps:
 
-1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`.
+1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`. It removes
+   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see PHRASES).
 2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
 3. math-verify compares expressions and equations, such as `x+1`.
 
@@ -192,8 +193,7 @@ def _plain(text):
 
 
 def _last(pattern, text):
-    found = pattern.findall(_plain(_after_thought(text)))
-    return found[-1] if found else ""
+    return ["", *pattern.findall(_plain(_after_thought(text)))][-1]
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -244,17 +244,17 @@ SPELLINGS = _table(
     r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
     r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
     r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
+    r"arcsin \arcsin arccos \arccos arctan \arctan sin \sin cos \cos tan \tan",
+    r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
-    r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2}',
+    r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
 )
 STYLES = (
     "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
     "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
     "large Large underline",
 )
-FUNCTIONS = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta"
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
-SPELLINGS |= {name: rf"\{name} " for name in FUNCTIONS.split()}
 SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
 # Words that say nothing; the others mean "choose" and "answer"
 SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
@@ -281,7 +281,7 @@ def _without_phrases(match):
     tokens = [token[0] for token in found]
     classes = "".join(CLASSES.get(t[0].lower()) or t.lastgroup or t[0] for t in found)
     for pattern in PHRASES:
-        phrase = re.search(pattern, classes)
+        phrase = pattern.search(classes)
         if not phrase:
             continue
         start, end = phrase.span()
@@ -326,14 +326,19 @@ CLASSES = (
 CLASSES = {word: row[0] for row in CLASSES for word in row.split()[1:]}
 BEFORE = r'(?<=[^,;( ])(?:[,;(]| (?=[vC][ebkm])| ?"[qi ]+")+ ?'
 # Patterns of classes. What matches is removed.
-PHRASES = (
-    rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
-    rf'{BEFORE}[vC](?:,v)*(?: ?"?[si](?:[ "]|$))+\)?$',  # k is an integer
-    rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
-    r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
-    r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
-    r'(?:(?:[^\Wd]" (?:o )?v ?")?(?:s|A|E w)" ?:?|[^\Wd]" ?:)(?=.)',
-    r'^"(?![^"]*x)[^\Wd ][^\Wd]*(?: [^\Wd]+)*"(?=\(.+,.+\)$)',  # center (5,-3)
+PHRASES = list(
+    map(
+        re.compile,
+        (
+            rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
+            rf'{BEFORE}[vC](?:,v)*(?: ?"?[si](?:[ "]|$))+\)?$',  # k is an integer
+            rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
+            r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
+            r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
+            r'(?:(?:[^\Wd]" (?:o )?v ?")?(?:s|A|E w)" ?:?|[^\Wd]" ?:)(?=.)',
+            r'^"(?![^"]*x)[^\Wd ][^\Wd]*(?: [^\Wd]+)*"(?=\(.+,.+\)$)',  # center (5,-3)
+        ),
+    )
 )
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
@@ -359,7 +364,10 @@ TIDY = [
             r"\1\\frac{\2\\pi}{180}",
         ),
         (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-        (r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)', r'\2 "choices \1"'),  # (B) 15
+        (
+            r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)',
+            r'\2 "choices \1"',
+        ),  # (B) 15
         (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
         (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
         (r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
@@ -407,7 +415,10 @@ TIDY = [
         ),  # {2k | k in Z}
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
         (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
-        (r'(?s)^.*(?:["<>]|\\(?:in|[gln]e)(?![a-z])).*$', _without_phrases),
+        (
+            r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer)\b|\\(?:in|[gln]e)(?![a-z]))).*$',
+            _without_phrases,
+        ),
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
@@ -633,7 +644,10 @@ def _split(text, *separators):
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
     """Returns the Reading (type and parts) of a normalised text. depth: how deep the text is nested in the
-    answer; 0 for the whole answer."""
+    answer; 0 for the whole answer.
+
+    A reader gets the text and the function `inner`, which reads a part of it. It returns a kind and its
+    parts, or the Reading of what is in brackets, or None if the text is of another kind."""
     if depth <= 8 and text:  # a text that is nested deeper is one expression
         inner = partial(read, depth=depth + 1)
         for reader in (
@@ -732,6 +746,7 @@ def _read_named(text, inner):
 
 
 def _is_name(text):
+    """Returns whether a text may stand before `=`: x, f(x), AB:CD."""
     for part in text.split(":"):  # the ratio AB:CD has two names
         for end in ENDS:
             part = re.sub(end, "", part)
@@ -772,12 +787,12 @@ def _read_inequality(text, inner):
     if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
         both = [inner(sign.join(parts)) for sign in "<>"]
         return _read_bounds(both) if both[0].parts else other
-    first = parts[0]
+    subject = parts[0]
     if signs[0] in FLIPPED:
         parts.reverse()
         signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
     if len(parts) == 2:  # x<3 is -\infty<x<3, and 3<x is 3<x<\infty
-        place = 0 if _is_name(first) == (first == parts[0]) else 2
+        place = 0 if _is_name(subject) == (subject == parts[0]) else 2
         parts.insert(place, r"\infty" if place else r"-\infty")
         signs.insert(place, "<")
     if len(parts) != 3 or not all(parts) or not _is_name(parts[1]):
@@ -792,8 +807,10 @@ def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
     [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
-    if kind in ("intervals", "named"):
-        return parts[1] if kind == "intervals" else _edges(parts[1])
+    if kind == "intervals":
+        return parts[1]
+    if kind == "named":
+        return _edges(parts[1])
     if kind == "list":
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
@@ -823,8 +840,7 @@ def _read_brackets(text, inner):
         return inner(inside.rstrip(" .,"))
     if not all(parts) or len(parts) == 1:
         return None  # [x] is the integer part of x
-    elements = list(map(inner, parts))
-    return "tuple", (left + right, elements)
+    return "tuple", (left + right, list(map(inner, parts)))
 
 
 def _read_matrix(text, inner):
@@ -939,15 +955,20 @@ def _number(text):
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
 # variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
 # .* counts several operations as one.
-OPERATIONS = (
-    r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
-    r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
-    r"\\(?:log|ln).*",
-    # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
-    r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-    # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
-    # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
-    r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+OPERATIONS = list(
+    map(
+        re.compile,
+        (
+            r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
+            r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
+            r"\\(?:log|ln).*",
+            # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
+            r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+            # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
+            # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
+            r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+        ),
+    )
 )
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
 # turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
@@ -1005,7 +1026,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     ):  # `(A) 15` equals A
         return True
     same = _same(read(normalise(answer)), read(normalise(gold)), prove)
-    ours, theirs = (PARAMETER.search(text) for text in (answer, gold))
+    ours, theirs = map(PARAMETER.search, (answer, gold))
     if same is False and ours and theirs and ours[1] != theirs[1]:
         renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
         return quick_grade(renamed, gold, kind, prove)
@@ -1123,7 +1144,7 @@ def _same_expression(answer, gold, prove):
         return False
     free = OPERATIONS[-2:] if _variables(gold.text) else ()
     for operation in OPERATIONS:
-        ours, theirs = (len(re.findall(operation, r.text)) for r in (answer, gold))
+        ours, theirs = (len(operation.findall(r.text)) for r in (answer, gold))
         if ours > theirs and not (theirs and operation in free):
             return False
     return prove(answer.text, gold.text)
