@@ -8,7 +8,8 @@ math-verify, which may hang or crash. So grading/worker.py runs `grade` in proce
 
 Equality is decided in three steps:
 
-1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`.
+1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`. It removes
+   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see PHRASES).
 2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
 3. math-verify compares expressions and equations, such as `x+1`.
 
@@ -48,7 +49,7 @@ import re
 import unicodedata
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from configs import require
@@ -62,12 +63,8 @@ KINDS = ("math", "choice", "exact")
 def _table(*rows):
     r"""Returns a dict. A row has pairs: a text, and what replaces it. A replacement that ends with a letter
     gets a space. Without it, \le and x would make \lex."""
-    found = {}
     words = iter(" ".join(rows).split())
-    for word in words:
-        new = next(words)
-        found[word] = new + " " * new[-1].isalpha()
-    return found
+    return {word: new + " " * new[-1].isalpha() for word, new in zip(words, words, strict=True)}
 
 
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
@@ -182,9 +179,8 @@ def _answer_tag(text):
 
 
 def _dapo(text):
-    text = _after_thought(text)
-    lines = [line for line in text.splitlines() if line.strip()]
-    return _stated("\n".join(lines[-2:]))
+    lines = filter(str.strip, _after_thought(text).splitlines())
+    return _stated("\n".join([*lines][-2:]))
 
 
 def _plain(text):
@@ -197,8 +193,7 @@ def _plain(text):
 
 
 def _last(pattern, text):
-    found = pattern.findall(_plain(_after_thought(text)))
-    return found[-1] if found else ""
+    return ["", *pattern.findall(_plain(_after_thought(text)))][-1]
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -207,12 +202,10 @@ EXTRACTORS = {
     "orz": extract_answer,  # the last box in the last <answer> block that has a box
     "boxed": _boxed,  # the last \boxed{}, \fbox{} or \boxed 5
     "answer_tag": _answer_tag,  # last <answer> block: its box, else its text after `answer is`, else all
-    "gsm8k": lambda text: _last(GSM8K, text),  # the last `#### 42`
+    "gsm8k": partial(_last, GSM8K),  # the last `#### 42`
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
-    "letter": lambda text: _last(
-        CHOICE, text
-    ),  # the last letter A to Z that is given as the answer (CHOICE)
-    "last_number": lambda text: _last(LAST_NUMBER, text),
+    "letter": partial(_last, CHOICE),  # the last letter A to Z that is given as the answer
+    "last_number": partial(_last, LAST_NUMBER),
     "whole": _after_thought,
 }
 
@@ -236,8 +229,7 @@ def readers(text: str) -> list[str]:
 # --- normalise: gives equal things one spelling, and puts words into quotes: 5 "meters"
 
 DELIMITED = re.compile(
-    r"\$\$(.+)\$\$|\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]"
-    r"|\*\*(.+)\*\*|`+([^`]+)`+|\\(?:boxed|fbox) ?\{(.+?)\}?",
+    r"\$(.+)\$|\\[(\[](.+)\\[\])]|\*\*(.+)\*\*|`+([^`]+)`+|\\f?boxe?d? ?\{(.+?)\}?",
     re.DOTALL,
 )
 
@@ -246,31 +238,31 @@ SPELLINGS = _table(
     r"\lor ; \vee ; \land , \wedge , \lvert | \rvert | \vert | \mid | \lt < \gt >",
     r"\lbrace \{ \rbrace \} \langle ( \rangle ) \colon : {:} : \div / \times *",
     r"\cdot * ** ^ % \% \dfrac \frac \tfrac \frac \cfrac \frac \prime ' <= \le",
-    r"=< \le \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne <> \ne",
+    r"=< \le => \ge \leq \le \leqslant \le >= \ge \geq \ge \geqslant \ge != \ne",
     r"\neq \ne \bar \overline \dot \overline \degree ^\circ \varnothing \emptyset",
     r"\backslash \setminus \bigcup \cup \varphi \phi \over \infix_frac \mod \pmod",
     r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
     r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
     r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
+    r"arcsin \arcsin arccos \arccos arctan \arctan sin \sin cos \cos tan \tan",
+    r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
-    "trillion *10^{12}",
+    r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
 )
 STYLES = (
     "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
     "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
     "large Large underline",
 )
-FUNCTIONS = "arcsin arccos arctan sin cos tan cot csc ln log exp sqrt pi infty theta"
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
-SPELLINGS |= {name: rf"\{name} " for name in FUNCTIONS.split()}
-SPELLINGS |= dict.fromkeys([r"\quad", r"\qquad", r"\,", r"\;", r"\:", "\\"], " ")
+SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
 # Words that say nothing; the others mean "choose" and "answer"
 SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
     r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
-    r"\\\\|\{:\}|<[=>]|>=|=<|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
+    r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
     r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+",
     r"[^\W\d_A-Za-z]+)",  # a word of another script
 )
@@ -282,13 +274,25 @@ def _digits(match):
     return re.sub(r"\D", "", match[0])
 
 
-def _bounded(match):
-    r"""Removes the condition x\ne1 of x+1, x\ne1. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition
-    stays, because it is a part of the answer."""
-    name = match[1]
-    before = match.string[: match.start()]
-    part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
-    return match[0] if re.search(part, before) else ""
+def _without_phrases(match):
+    r"""Removes introductions and conditions. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
+    because it is a part of the answer."""
+    found = list(PHRASE.finditer(match[0]))
+    tokens = [token[0] for token in found]
+    classes = "".join(CLASSES.get(t[0].lower()) or t.lastgroup or t[0] for t in found)
+    for pattern in PHRASES:
+        phrase = pattern.search(classes)
+        if not phrase:
+            continue
+        start, end = phrase.span()
+        if phrase.lastindex:
+            name = tokens[phrase.start(1)]
+            part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
+            if re.search(part, "".join(tokens[:start])):
+                continue
+        classes = classes[:start] + classes[end:]
+        del tokens[start:end]
+    return "".join(tokens)
 
 
 def _system(match):
@@ -296,26 +300,45 @@ def _system(match):
     return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
 
 
-# A phrase with one of these words is no introduction of the answer: `its opposite is 7`.
-CONTRARY = (
-    "no not never wrong incorrect false negative minus opposite half twice double",
-    "reciprocal inverse more less most least bound excluded neither nothing but",
-    "except divisible exceeds up outside beyond reflection",
+# Phrases are found in a text of classes, which has one letter for each token: `"the answer is" 5` has the
+# classes "w s s" d. The class of a token is that of CLASSES, or the name of its group in PHRASE, or itself.
+PHRASE = re.compile(
+    r"(?P<k>\\[A-Za-z]+)|(?P<w>[A-Za-z]{2,})|(?P<v>[a-z])|(?P<V>[A-Z])"
+    r"|(?P<d>[\d.]+)|(?P<u>[^\W\d_]+)|."
 )
-CONTRARY = "|".join(" ".join(CONTRARY).split())
-# How an introduction ends: `the value of x is`, `Answer:`
-STATES = (
-    r'(?:(?:[a-z]+" (?:of )?[a-z] ?")?(?:is|are|equals|equal to|answer)" ?:?'
-    r'|[a-z]+" ?:)'
+CLASSES = (
+    # A phrase with one of the words x is no introduction of the answer: `its opposite is 7`.
+    "x no not never wrong incorrect false negative minus opposite half twice double",
+    "x reciprocal inverse more less most least bound excluded neither nothing but",
+    "x except divisible exceeds up outside beyond reflection",
+    "s is are equals",
+    "A answer",
+    "a the final correct",
+    "E equal",
+    "q for all every each where with if when",
+    "i an any integer",
+    "o of",
+    r"e \in",
+    r"m \mathbb",
+    r"b \le \ge \ne < >",
+    "C c",
 )
-# Conditions: `, k\in\mathbb{Z}`, `for all x\in\mathbb{R}`, `(k is an integer)`, `where x>0`
-BEFORE_CONDITION = (
-    r"(?<=[^,;( ])(?:[,;(]| (?=[a-z]\\)"
-    r'| ?"(?:(?:for|all|any|every|each|where|with|if|when) ?)+")+ ?'
-)
-IN_SET = (
-    r"(?:\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
-    r'|(?: ?"?(?:is|an|any|integer)\b(?: |"|$))+)'
+CLASSES = {word: row[0] for row in CLASSES for word in row.split()[1:]}
+BEFORE = r'(?<=[^,;( ])(?:[,;(]| (?=[vC][ebkm])| ?"[qi ]+")+ ?'
+# Patterns of classes. What matches is removed.
+PHRASES = list(
+    map(
+        re.compile,
+        (
+            rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
+            rf'{BEFORE}[vC](?:,v)*(?: ?"?[si](?:[ "]|$))+\)?$',  # k is an integer
+            rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
+            r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
+            r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
+            r'(?:(?:[^\Wd]" (?:o )?v ?")?(?:s|A|E w)" ?:?|[^\Wd]" ?:)(?=.)',
+            r'^"(?![^"]*x)[^\Wd ][^\Wd]*(?: [^\Wd]+)*"(?=\(.+,.+\)$)',  # center (5,-3)
+        ),
+    )
 )
 # (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
@@ -341,10 +364,13 @@ TIDY = [
             r"\1\\frac{\2\\pi}{180}",
         ),
         (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-        (r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)', r'\2 "choices \1"'),  # (B) 15
+        (
+            r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)',
+            r'\2 "choices \1"',
+        ),  # (B) 15
         (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
         (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
-        (r'(?i)"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
+        (r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
         (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
         (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
         (
@@ -388,8 +414,11 @@ TIDY = [
             r"\1,\2",
         ),  # {2k | k in Z}
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
-        (rf"{BEFORE_CONDITION}[a-zC](?:,[a-z])*{IN_SET}\)?$", ""),  # k\in\mathbb{Z}
-        (rf"{BEFORE_CONDITION}([a-z])(?:\\[gln]e ?|[<>])(?:-|\\pm ?)?[\w.]+\)?$", _bounded),
+        (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
+        (
+            r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer)\b|\\(?:in|[gln]e)(?![a-z]))).*$',
+            _without_phrases,
+        ),
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
@@ -401,12 +430,8 @@ TIDY = [
         (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
         (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
         (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
-        (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
         (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
         (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
-        (r'(?i)^"((?:the |final |correct )*answer(?: is)?) (?!is")(?=\w)', r'"\1""'),
-        (rf'(?i)^"(?![^"]*\b(?:{CONTRARY})\b)(?:[a-z]+ ){{0,9}}{STATES}(?=.)', ""),
-        (rf'^"(?![^"]*\b(?:{CONTRARY})\b)[a-z ]+"(?=\(.+,.+\)$)', ""),  # center (5,-3)
         (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
         (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),
         (r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$", r"\1=\3,\2=\4"),
@@ -421,6 +446,8 @@ def normalise(text: str) -> str:
     `10~\text{ meters}.` becomes `10 "meters"`.
     """
     text = text.strip()
+    if text.isdecimal() and text.isascii():  # most answers; no rule changes them
+        return text
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
     text = TOKEN.sub(_token, _plain(text)).strip()
@@ -528,7 +555,8 @@ NO_UNIT = (
 NO_UNIT = set(" ".join(NO_UNIT).split())
 NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
-    r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
+    r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
+    r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
@@ -548,71 +576,80 @@ BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
 BASES = _table(
-    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 twelve 12"
+    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
+    "eleven 11 twelve 12",
 )
-# What may stand before `=`
+# What may stand before `=`: one of NAMES, and then its ENDS in the opposite order
 NAMES = (
-    r"(?:(?:(?:m ?)?(?:\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
-    r'(?!not)[A-Za-z]{1,4}|"(?!half|twice|not)[^"]*")(?: ?"?[A-Z]{1,4}"?)?'  # x, ABC, "a"
-    r"(?:_\{[^{}]*\})?'*(?:(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})?"  # a_{1}, f'
-    r"(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])?",  # f(x), E[X]
+    r"(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
+    r'(?!not)[A-Za-z]{1,4}|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
     r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
-    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\))",  # (r,\theta)
+    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
 )
-ONE_NAME = "|".join(NAMES)
-NAME = re.compile(rf"{ONE_NAME}(?::{ONE_NAME})*")  # also the ratio AB:CD
-NAME_FRACTION = re.compile(rf"\\frac\{{({ONE_NAME})\}}\{{({ONE_NAME})\}}|({ONE_NAME})/({ONE_NAME})")
+ENDS = (
+    r"(?<=.)(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])$",  # f(x), E[X]
+    r"(?<=[A-Zf])\^\{-1\}$|(?<=sigma)\^\{2\}$",
+    r"(?<=.)(?:_\{[^{}]*\})?'*$",  # a_{1}, f'
+    r'(?<=.) ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})$',  # \angle ABC
+)
+QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(
-    r"(?!not|[A-Z]+$)(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
+    r"(?!not|[A-Z]+$)"
+    r"(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
-BRACKET = r"(?P<open>\\begin|\\\{|[(\[{])|(?P<close>\\end|\\\}|[)\]}])"
-SEPARATORS = {
-    name: re.compile(f"(?P<separator>{pattern})|{BRACKET}")
-    for name, pattern in {
-        "list": "[,;]",
-        "group": ";",
-        "union": r"\\(?:cup|setminus) ?",
-        "ratio": ":",
-        "equal": r"=|\\(?:in|equiv|approx) ?(?![a-z])",
-        "relation": r"\\(?:le|ge|ne) ?(?![a-z])|<|>",
-        "row": r"\\\\",
-        "cell": "&",
-        "closed": r"(?<=[)\]}])(?!$)",
-    }.items()
-}
+# A command, a bracket, or a sign that may separate parts
+MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
+OPENING = r"( [ { \{ \begin".split()
+CLOSING = r") ] } \} \end".split()
+EQUAL = r"= \in \equiv \approx".split()
+RELATIONS = r"< > \le \ge \ne".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
-def _split(text, name):
-    """Splits `text` at the separators SEPARATORS[name] that are outside of brackets. Returns the parts and
-    the separators: `1,(2,3)` gives ["1", "(2,3)"] and [","]."""
-    parts, found, depth, start = [], [], 0, 0
-    for match in SEPARATORS[name].finditer(text):
-        if match["separator"] is not None:
-            if depth == 0:
-                parts.append(text[start : match.start()].strip())
-                found.append(match[0].strip())
-                start = match.end()
-        else:
-            depth += 1 if match["open"] else -1
-    return [*parts, text[start:].strip()], found
+@lru_cache(64)
+def _marks(text):
+    """Returns the matches of MARK that are outside of brackets, and the closing brackets of the outermost."""
+    found, depth = [], 0
+    for match in MARK.finditer(text):
+        if match[0] in OPENING:
+            depth += 1
+        if match[0] in CLOSING:
+            depth -= 1
+        if depth == 0:
+            found.append(match)
+    return found
+
+
+def _split(text, *separators):
+    """Splits `text` at the separators that are outside of brackets. Returns the parts and the separators:
+    `1,(2,3)` gives ["1", "(2,3)"] and [","]."""
+    parts, start = [], 0
+    found = [mark for mark in _marks(text) if mark[0] in separators]
+    for mark in found:
+        parts.append(text[start : mark.start()].strip())
+        start = mark.end()
+    return [*parts, text[start:].strip()], [mark[0] for mark in found]
 
 
 @lru_cache(4096)
 def read(text: str, depth: int = 0) -> Reading:
     """Returns the Reading (type and parts) of a normalised text. depth: how deep the text is nested in the
-    answer; 0 for the whole answer."""
+    answer; 0 for the whole answer.
+
+    A reader gets the text and the function `inner`, which reads a part of it. It returns a kind and its
+    parts, or the Reading of what is in brackets, or None if the text is of another kind."""
     if depth <= 8 and text:  # a text that is nested deeper is one expression
+        inner = partial(read, depth=depth + 1)
         for reader in (
             _read_list,
             _read_named,
@@ -623,18 +660,18 @@ def read(text: str, depth: int = 0) -> Reading:
             _read_scalar,
             _read_text,
         ):
-            if reading := reader(text, depth + 1):
-                return reading
+            if found := reader(text, inner):
+                return found if len(found) == 3 else Reading(found[0], text, found[1])
     return Reading("expression", text)
 
 
-def _read_list(text, depth):
+def _read_list(text, inner):
     r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
     `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2", and
     "intervals" for "x<1; x>2"."""
-    parts, found = _split(text, "group")
+    parts, found = _split(text, ";")
     if not found:
-        parts, found = _split(text, "list")
+        parts, found = _split(text, ",")
     if not found:
         if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
             return None
@@ -645,10 +682,10 @@ def _read_list(text, depth):
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
     elements = []
     for part in parts:
-        elements += _several(read(part, depth))
+        elements += _several(inner(part))
     kinds = {e.kind for e in elements}
     if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
-        return _read_bounds(text, elements)
+        return _read_bounds(elements)
     if kinds == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
@@ -657,12 +694,11 @@ def _read_list(text, depth):
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
             elements = [e for value in values for e in _several(value)]
-            value = Reading("list", text, elements)
-            return Reading("named", text, (bare.pop(), value))
+            return "named", (bare.pop(), Reading("list", text, elements))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
             value = Reading("tuple", text, ("=", values))
-            return Reading("named", text, (f"({','.join(names)})", value))
-    return Reading("list", text, elements)
+            return "named", (f"({','.join(names)})", value)
+    return "list", elements
 
 
 def _several(reading):
@@ -673,7 +709,7 @@ def _several(reading):
     return [reading]
 
 
-def _read_bounds(text, elements):
+def _read_bounds(elements):
     r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
     variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
     interval at 3 and begins another."""
@@ -687,43 +723,53 @@ def _read_bounds(text, elements):
         edges = [cuts[0][0], cuts[0][-1]]
     for cut in cuts:
         edges += cut[1:-1]
-    return Reading("intervals", text, (names.pop(), edges))
+    return "intervals", (names.pop(), edges)
 
 
-def _read_named(text, depth):
-    parts, found = _split(text, "equal")
+def _read_named(text, inner):
+    parts, found = _split(text, *EQUAL)
     if not found:
         return None
     *names, value = parts
-    name = NAME_FRACTION.sub(r"\1\3:\2\4", names[0])
-    if value and (NAME.fullmatch(name) or TOTAL.fullmatch(name)):
+    name = QUOTIENT.sub(r"\1\3:\2\4", names[0])
+    if value and (_is_name(name) or TOTAL.fullmatch(name)):
         right = text[len(parts[0] + found[0]) :].strip()
-        return Reading("named", text, (name, read(right, depth)))
+        return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
     if set(SYMBOL.findall(bare)) <= VALUES:
-        value = read(parts[exact], depth)
-        steps = _split(bare, "equal")[0]
-        return Reading("chain", text, (value, steps[:exact], steps[exact + 1 :]))
-    return Reading("equation", text)
+        value = inner(parts[exact])
+        steps = _split(bare, *EQUAL)[0]
+        return "chain", (value, steps[:exact], steps[exact + 1 :])
+    return "equation", None
 
 
-def _read_union(text, depth):
+def _is_name(text):
+    """Returns whether a text may stand before `=`: x, f(x), AB:CD."""
+    for part in text.split(":"):  # the ratio AB:CD has two names
+        for end in ENDS:
+            part = re.sub(end, "", part)
+        if not any(re.fullmatch(name, part) for name in NAMES):
+            return False
+    return True
+
+
+def _read_union(text, inner):
     r"""Returns the Reading of a union (\cup) or a difference (\setminus) of intervals; None for any other
     text."""
-    parts, signs = _split(text, "union")
+    parts, signs = _split(text, r"\cup", r"\setminus")
     if not signs:
         return None
     edges = []
     for part, sign in zip(parts, ["", *signs], strict=True):
-        found = _edges(read(part, depth))
+        found = _edges(inner(part))
         if not found:
             return None
         if sign == r"\setminus":
             found = [(side.translate(OPPOSITE), value) for side, value in found]
         edges += found
-    return Reading("intervals", text, (None, edges))
+    return "intervals", (None, edges)
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
@@ -731,38 +777,40 @@ SIDES = {"<": "()", r"\le": "[]"}  # the brackets of an end; 2<x\le3 is (2,3]
 FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
-def _read_inequality(text, depth):
+def _read_inequality(text, inner):
     r"""Returns a Reading of the kind "intervals" for x<2, 2>x, 1<x\le 2 and x\ne 1; of the
     kind "equation" for other inequalities, such as x+y<2; None for a text without <, >, \le, \ge, \ne."""
-    parts, signs = _split(text, "relation")
+    parts, signs = _split(text, *RELATIONS)
     if not signs:
         return None
-    other = Reading("equation", text)
+    other = ("equation", None)
     if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
-        both = [_read_inequality(sign.join(parts), depth) for sign in "<>"]
-        return _read_bounds(text, both) if both[0].parts else other
-    if len(parts) == 2:  # x<3 is -\infty<x<3, and x>3 is \infty>x>3
-        place = 0 if NAME.fullmatch(parts[0]) else 2
-        smaller = signs[0] in SIDES
-        parts.insert(place, r"\infty" if smaller == (place > 0) else r"-\infty")
-        signs.insert(place, "<" if smaller else ">")
+        both = [inner(sign.join(parts)) for sign in "<>"]
+        return _read_bounds(both) if both[0].parts else other
+    subject = parts[0]
     if signs[0] in FLIPPED:
         parts.reverse()
         signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
-    if len(parts) != 3 or not all(parts) or not NAME.fullmatch(parts[1]):
+    if len(parts) == 2:  # x<3 is -\infty<x<3, and 3<x is 3<x<\infty
+        place = 0 if _is_name(subject) == (subject == parts[0]) else 2
+        parts.insert(place, r"\infty" if place else r"-\infty")
+        signs.insert(place, "<")
+    if len(parts) != 3 or not all(parts) or not _is_name(parts[1]):
         return other
     first, last = (SIDES.get(sign, "  ") for sign in signs)
-    ends = [read(part, depth) for part in parts[::2]]
+    ends = list(map(inner, parts[::2]))
     edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
-    return Reading("intervals", text, (parts[1], edges)) if edges else other
+    return ("intervals", (parts[1], edges)) if edges else other
 
 
 def _edges(reading):
     """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
     [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
     kind, _, parts = reading
-    if kind in ("intervals", "named"):
-        return parts[1] if kind == "intervals" else _edges(parts[1])
+    if kind == "intervals":
+        return parts[1]
+    if kind == "named":
+        return _edges(parts[1])
     if kind == "list":
         edges = [_edges(element) for element in parts]
         return sum(edges, []) if all(edges) else []
@@ -776,60 +824,61 @@ def _edges(reading):
     return [(side, [value]) for side, value in zip(*parts, strict=True)]
 
 
-def _read_brackets(text, depth):
+def _read_brackets(text, inner):
     match = ENCLOSED.fullmatch(text)
-    if not match or _split(text, "closed")[1]:  # (1)+(2) is not in brackets
+    # (1)+(2) is not in brackets
+    if not match or any(mark.end() < len(text) for mark in _marks(text)):
         return None
     left, inside, right = match.groups()
-    parts, _ = _split(inside, "list")
+    parts, _ = _split(inside, ",", ";")
     if left == r"\{":
         elements = []
         for part in dict.fromkeys(parts):  # a set: {2,2} is {2}
-            elements += _several(read(part, depth))
-        return Reading("list", text, elements)
+            elements += _several(inner(part))
+        return "list", elements
     if left == "{" or len(parts) == 1 and left + right == "()":
-        return read(inside.rstrip(" .,"), depth)
+        return inner(inside.rstrip(" .,"))
     if not all(parts) or len(parts) == 1:
         return None  # [x] is the integer part of x
-    elements = [read(part, depth) for part in parts]
-    return Reading("tuple", text, (left + right, elements))
+    return "tuple", (left + right, list(map(inner, parts)))
 
 
-def _read_matrix(text, depth):
+def _read_matrix(text, inner):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
     shape, cells = kind.strip("pbB") + "matrix", []
-    for row in filter(None, _split(inside, "row")[0]):
-        found, _ = _split(row, "cell")
+    for row in filter(None, _split(inside, r"\\")[0]):
+        found, _ = _split(row, "&")
         shape += f" {len(found)}"
-        cells += [read(cell, depth) for cell in found]
-    return Reading("tuple", text, (shape, cells))
+        cells += map(inner, found)
+    return "tuple", (shape, cells)
 
 
-def _read_text(text, depth):
+def _read_text(text, inner):
     """Returns the Reading of one letter (not e or i), of capitals (AB), or of a text with words in quotes
     (5 "m"; `normalise` adds the quotes). None for any other text."""
     if LETTER_RUN.fullmatch(text):
-        return Reading("text", text, text.strip('"'))
-    if '"' not in text:
+        return "text", text.strip('"')
+    number, quote, words = text.partition('"')
+    if not quote:
         return None
-    number = text.partition('"')[0].strip()
-    unit = text[text.index('"') :]
+    number = number.strip()
+    unit = quote + words
     alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
     names = set(re.findall(r"[^\W\d_]+", unit.lower()))
     other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
     if alone or other or unit.count(" ") > 3:
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         words = NOUNS.sub(r"\1", ARTICLE.sub("", words))
-        return Reading("text", text, words)
-    inside = read(number, depth)
+        return "text", words
+    inside = inner(number)
     if not names:
         return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
     free = len(unknown) < len(names) or any(map(noun.fullmatch, names))
-    return Reading("quantity", text, (inside, _unit(unit), free and all(map(str.isascii, unknown))))
+    return "quantity", (inside, _unit(unit), free and all(map(str.isascii, unknown)))
 
 
 def _unit(text):
@@ -843,17 +892,17 @@ def _unit(text):
     return tuple(ALIASES.get(word, word) for word in words)
 
 
-def _read_scalar(text, depth):
+def _read_scalar(text, inner):
     if number := _number(text):
-        return Reading("number", text, number)
+        return "number", number
     if match := BASE.fullmatch(text):
-        return Reading("text", text, f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}")
+        return "text", f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}"
     if match := RESIDUE.fullmatch(text):
-        return Reading("tuple", text, (f"mod {match[2]}", [read(match[1], depth)]))
-    parts, found = _split(text, "ratio")
+        return "tuple", (f"mod {match[2]}", [inner(match[1])])
+    parts, found = _split(text, ":")
     if not found or '"' in text:
         return None
-    return Reading("tuple", text, (":", [read(part, depth) for part in parts]))
+    return "tuple", (":", list(map(inner, parts)))
 
 
 def _number(text):
@@ -906,19 +955,21 @@ def _number(text):
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
 # variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
 # .* counts several operations as one.
-OPERATIONS = [
-    re.compile(pattern)
-    for pattern in (
-        r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
-        r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
-        r"\\(?:log|ln).*",
-        # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
-        r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
-        # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
-        # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
-        r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+OPERATIONS = list(
+    map(
+        re.compile,
+        (
+            r"(?:\\(?:int|sum|prod|lim|gcd|lcm|det|max|min)(?![a-z])|\\frac\{(?:d|\\pa)).*",
+            r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
+            r"\\(?:log|ln).*",
+            # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
+            r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+            # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
+            # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
+            r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+        ),
     )
-]
+)
 # Matches ratios of integers, products of an integer and a fraction, and the double minus of -(-3). The parser
 # turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
 RATIO = re.compile(
@@ -975,7 +1026,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     ):  # `(A) 15` equals A
         return True
     same = _same(read(normalise(answer)), read(normalise(gold)), prove)
-    ours, theirs = (PARAMETER.search(text) for text in (answer, gold))
+    ours, theirs = map(PARAMETER.search, (answer, gold))
     if same is False and ours and theirs and ours[1] != theirs[1]:
         renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
         return quick_grade(renamed, gold, kind, prove)
@@ -1070,18 +1121,14 @@ def _same_list(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a list. {5} equals 5."""
     if "tuple" in (answer.kind, gold.kind):
         # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
-        a, b = (_as_tuple(reading) for reading in (answer, gold))
+        a, b = (
+            _parts(r, "tuple", ("=" if "}=" in r.text else ",", r.parts)) for r in (answer, gold)
+        )
         if "=" in (a[0], b[0]):
             return _same_tuple(a, b, prove)
     a = _parts(answer, "list", [answer])
     b = _parts(gold, "list", [gold])
     return _unordered(a, b, prove)
-
-
-def _as_tuple(reading):
-    if reading.kind == "tuple":
-        return reading.parts
-    return "=" if "}=" in reading.text else ",", reading.parts
 
 
 def _squeeze(text):
@@ -1179,9 +1226,7 @@ def _same_number(answer, gold, prove):
     # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
     # one part in a million.
     difference = abs(a - b)
-    if difference * 10 ** min(places) >= 1:
-        return False
-    return difference * 10**6 <= max(abs(a), abs(b))
+    return difference * 10 ** min(places) < 1 and difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):

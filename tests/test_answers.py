@@ -403,6 +403,9 @@ f(x)=2x-1 ~ f(t)=2t-1 ~ 2x-1 ~~ f(t)=2x-1 ~ f(t)=2t+1 ~ g(x)=2x-1
 x\le3 ~ x <= 3 ~ x=<3 ~ -x>=-3 ~~ x<3 ~ -x<=-3 ~ -x\ge3
 x\ne3 ~ x!=3 ~ x<>3 ~~ x=3 ~ x! ~ x<3
 x>3 ~ -x<-3 ~~ -x>-3 ~ x>-3 ~ x⩾3
+n\ge3 ~ n=>3 ~ 3<=n ~~ n=3 ~ n>3 ~ n=<3
+a>b ~ a\in(b,\infty) ~~ a<b ~ a\ge b ~ b>a
+36\text{ cm}^2 ~ 36平方厘米 ~ 36 ~~ 36平方米 ~ 36厘米
 k=2,b=-1 ~ b=-1,k=2 ~ (k,b)=(2,-1) ~~ (k,b)=(-1,2) ~ b=2,k=-1
 12^\circ30' ~ 12°30′ ~ 12^{\circ}30^{\prime} ~~ 12^\circ ~ 12^\circ3' ~ 30'
 [\frac n2] ~ \lfloor\frac n2\rfloor ~ \left[\frac{n}{2}\right] ~~ \frac n2 ~ \lceil\frac n2\rceil
