@@ -462,7 +462,7 @@ def make_packs(
     keys = [number[s.key] for s in samples]
     minibatches = dist.balance(samples, keys, layout)
     minibatches = each(minibatches, lambda part: pack(part, fresh_step).to(world.device))
-    packs = [p for p in chain(*minibatches) if p.responses]  # without packs of no loss
+    packs = [p for p in chain(*minibatches) if p.responses]  # only packs with a sample in the loss
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))

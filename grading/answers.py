@@ -619,7 +619,8 @@ RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 @lru_cache(64)
 def _marks(text):
     """Returns the matches of MARK that are outside of brackets, and the closing brackets of the outermost."""
-    found, depth = [], 0
+    found = []
+    depth = 0
     for match in MARK.finditer(text):
         if match[0] in OPENING:
             depth += 1
@@ -633,7 +634,8 @@ def _marks(text):
 def _split(text, *separators):
     """Splits `text` at the separators that are outside of brackets. Returns the parts and the separators:
     `1,(2,3)` gives ["1", "(2,3)"] and [","]."""
-    parts, start = [], 0
+    parts = []
+    start = 0
     found = [mark for mark in _marks(text) if mark[0] in separators]
     for mark in found:
         parts.append(text[start : mark.start()].strip())

@@ -143,9 +143,8 @@ def load(
     as `prepare` does."""
     out = cfg.folder
     say = show if world.main else lambda text: None
-    in_own_folder = (
-        not resumes or path.parent.parent == out
-    )  # False: --resume names another run's checkpoint
+    # False: --resume names another run's checkpoint
+    in_own_folder = not resumes or path.parent.parent == out
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say)
     cfg = cfg.with_steps(len(inputs.problems))
