@@ -186,10 +186,11 @@ class Segments:
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
-        # size -> (start, end) of the segments whose lengths have `size` bits
+        # size -> (start, end) of the segments whose lengths round up to 2 ** size, at least 16
         groups = defaultdict(list)
         for start, end in pairwise(self.cu_seqlens.tolist()):
-            size = max(16, end - start).bit_length()
+            length = max(16, end - start)
+            size = (length - 1).bit_length()
             groups[size].append((start, end))
         # After the loop above, `end` is the number of the pack's tokens.
         slot_of = [0] * end  # index of a token in the pack -> its slot
@@ -289,15 +290,14 @@ def _varlen(query, key, value, segments, scaling, window):
 
 def _padded(query, key, value, segments, scaling, window):
     """Returns the attention output (S, H, d), computed block by block (see Segments)."""
+    # split: its backward pass is one concatenation, where each slice's would add to a tensor of zeros
+    sizes = [rows * columns for rows, columns in segments.blocks]
+    parts = [x.split(sizes) for x in (query, key, value)]
     outs = []
-    start = 0
-    for rows, columns in segments.blocks:
-        end = start + rows * columns
-        block = []
-        for x in (query, key, value):
-            x = x[start:end].unflatten(0, (rows, columns))
-            block.append(x.transpose(1, 2))  # (rows, heads, columns, d)
-        q, k, v = block
+    for block, *qkv in zip(segments.blocks, *parts, strict=True):
+        rows, columns = block
+        qkv = [x.unflatten(0, block).transpose(1, 2) for x in qkv]
+        q, k, v = qkv  # (rows, heads, columns, d)
         # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
         # torch's fp32 attention would store all attention scores.
         if q.is_cuda:
@@ -318,7 +318,6 @@ def _padded(query, key, value, segments, scaling, window):
             enable_gqa=True,
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
-        start = end
     return torch.cat(outs)
 
 
@@ -347,13 +346,10 @@ def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: An
         out = _recur(net, rows[None], segments.cu_seqlens).squeeze(0)
     else:
         outs = []
-        start = 0
-        for block in segments.blocks:
-            end = start + math.prod(block)
-            part = rows[start:end].unflatten(0, block)
-            out = _recur(net, part, None)
+        sizes = [math.prod(block) for block in segments.blocks]
+        for block, part in zip(segments.blocks, rows.split(sizes), strict=True):
+            out = _recur(net, part.unflatten(0, block), None)
             outs.append(out.flatten(0, 1))
-            start = end
         out = torch.cat(outs)
     if segments.outputs is not None:
         out = out.index_select(0, segments.outputs)
