@@ -28,14 +28,15 @@ What counts as equal:
 - Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
 - If only the answer has a unit, the unit must be in UNIT_NAMES or an English plural: `28 pizzas` and `28元`
   equal 28, `28 halved` and `28万` do not.
-- If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`.
+- If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`. Several
+  letters from A to H are one text: `B, D` equals `BD`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
 - `x=5` and `a+b=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
-- `f(t)=2t` equals `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
+- `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
 - A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
@@ -80,7 +81,7 @@ CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents}",
+    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
 )
 INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
@@ -252,7 +253,7 @@ SPELLINGS = _table(
 STYLES = (
     "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
     "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
-    "large Large underline",
+    "large Large underline therefore",
 )
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
 SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
@@ -263,11 +264,13 @@ TOKENS = (
     r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
-    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-z]+",
-    r"[^\W\d_A-Za-z]+)",  # a word of another script
+    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-zÀ-ɏ]+",
+    r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
-LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-z]['A-Za-z.]*|[^\W\d_A-Za-z]+")  # a word inside \text{}
+LETTERS = re.compile(
+    r"^[A-Z](?=\. )|[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ.]*|[^\W\d_A-Za-z]+"
+)  # a word inside \text{}
 
 
 def _digits(match):
@@ -293,6 +296,11 @@ def _without_phrases(match):
         classes = classes[:start] + classes[end:]
         del tokens[start:end]
     return "".join(tokens)
+
+
+def _choices(match):
+    """Returns several letters of choices in order: `C, A` as AC."""
+    return "".join(sorted(re.findall("[A-H]", match[0])))
 
 
 def _system(match):
@@ -365,7 +373,7 @@ TIDY = [
         ),
         (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
         (
-            r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)',
+            r'^\(?"?([A-Z])(?:"?[).:] *(?=\d|\\)|"?[).] +(?=[^";,])|" +(?=\d))(.+)',
             r'\2 "choices \1"',
         ),  # (B) 15
         (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
@@ -377,6 +385,7 @@ TIDY = [
             r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
             _system,
         ),
+        (r"((?<![\d.])-?0)\{,\}(?=\d)|(\d)\{,\}(?=\d\d?(?!\d))", r"\1\2."),  # decimal commas
         (r"(\d)\{,\}(?=\d{3})", r"\1"),
         (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", _digits),
         (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", _digits),
@@ -388,11 +397,20 @@ TIDY = [
         (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
         (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
         (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
+        (r"^([+-]?\d*\.\d*?)(?:(\d)\2\2+|(\d\d+)\3+)\\ldots$", r"\1\\overline{\2\3}"),  # 0.333...
+        (r'^([+-]?\d+),(?=\d+ ?"[^!-~])', r"\1."),  # 7,2 см
+        (r'(?<=")/(h|s|g|kg|m|cm|min|[Ll])(?![A-Za-z])', r'/"\1"'),  # 5 "m"/s
+        (r'\\frac\{("\w+")\}\{("\w+")\}', r"\1/\2"),
+        (r"(\\m(?:ax|in))\\\{([^{}]*)\\\}", r"\1(\2)"),
+        (r'^"?DNE"?$', '"does not exist"'),
+        (r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+\.?$', _choices),
+        (r"\|([A-Z]{2})\|(?==)", r"\1"),
         (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
         (r"[,;]+([,;])", r"\1"),
         (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
         (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
         (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
+        (r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}", r"\\overline{\1\2\3}"),  # 0.\dot1\dot8
         (r"(\d\.?)\\%", r"\1*10^{-2}"),
         (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
         (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
@@ -422,7 +440,7 @@ TIDY = [
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
-            r'(?<![\w.})])("(?:dollars|euros|pounds|cents)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)',
+            r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)',
             r"\2 \1",
         ),
         (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
@@ -482,7 +500,9 @@ def _is_word(match):
     if not word.isascii():
         return True
     if PLURAL.sub("", word) in ALIASES:
-        return re.search(r"[\d })]$" if len(word) > 1 else r"^[^A-Za-z]*[\d})] $", before)
+        return re.search(
+            r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot)*[\d})] $", before
+        )
     if word in SPELLINGS:
         return True
     if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", match.string[match.end() :]):
@@ -572,7 +592,7 @@ DECIMAL = re.compile(
 )
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
-BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{"?(\w{1,8})"?\}', re.ASCII)
+BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
 BASES = _table(
@@ -602,7 +622,10 @@ TOTAL = re.compile(
     r"(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
-MATRIX = re.compile(r"[(\[]?\\begin\{([pbBvV]?)matrix\}((?:(?!matrix).)*)\\end\{\1matrix\}[)\]]?")
+MATRIX = re.compile(
+    r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
+)
+CASE = re.compile(r'(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*')  # x^2,& "if" x>0
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 # A command, a bracket, or a sign that may separate parts
 MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
@@ -849,12 +872,21 @@ def _read_matrix(text, inner):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
-    shape, cells = kind.strip("pbB") + "matrix", []
-    for row in filter(None, _split(inside, r"\\")[0]):
+    rows = [row for row in _split(inside, r"\\")[0] if row]
+    if kind == "cases":
+        found = [CASE.fullmatch(row) for row in rows]
+        return ("list", [_case(case, inner) for case in found]) if all(found) else None
+    shape, cells = kind.strip("pbB"), []
+    for row in rows:
         found, _ = _split(row, "&")
         shape += f" {len(found)}"
         cells += map(inner, found)
     return "tuple", (shape, cells)
+
+
+def _case(match, inner):
+    """Returns the Reading of a row of a piecewise function: value and condition."""
+    return Reading("tuple", match[0], ("case", list(map(inner, match.groups()))))
 
 
 def _read_text(text, inner):
@@ -952,7 +984,8 @@ def _number(text):
 #                                 x^2+y^2=25
 #     other + - * / and powers    if the gold answer is no number: 2x+6 equals 2(x+3)
 #     match of an OPERATIONS      if the gold answer matches this pattern at least as often: \sin60^\circ does
-#       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3
+#       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3. Roots may
+#                                 be the value of a trigonometric function in the gold answer
 #
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
 # variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
@@ -1116,7 +1149,9 @@ def _parts(reading, kind, other):
 def _same_intervals(answer, gold, prove):
     names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
     a, b = _edges(answer), _edges(gold)
-    return bool(a and b) and len(names) < 2 and _unordered(a, b, prove, _same_tuple)
+    if len(names) == 2:  # b>a equals a<b
+        return prove(answer.text, gold.text)
+    return bool(a and b) and _unordered(a, b, prove, _same_tuple)
 
 
 def _same_list(answer, gold, prove):
@@ -1145,8 +1180,13 @@ def _same_expression(answer, gold, prove):
     if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False
     free = OPERATIONS[-2:] if _variables(gold.text) else ()
+    *_, trigonometric, _, roots, _ = OPERATIONS
     for operation in OPERATIONS:
         ours, theirs = (len(operation.findall(r.text)) for r in (answer, gold))
+        if operation is roots and trigonometric.search(
+            gold.text
+        ):  # \sqrt2-1 equals \tan\frac{\pi}{8}
+            continue
         if ours > theirs and not (theirs and operation in free):
             return False
     return prove(answer.text, gold.text)
@@ -1166,6 +1206,7 @@ def _same_named(answer, gold, prove):
         and needed
         and name not in (needed, INDEX.sub("", needed))
         and INDEX.sub("", name) != needed
+        and {name, needed} != {"y", "f(x)"}
     )
     if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
         return False

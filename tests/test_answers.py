@@ -145,7 +145,7 @@ k\pi ~ k\pi, k\text{ an integer} ~ k\pi\ (k\text{ is an integer})
 60\text{ km/h} ~ 60\text{ km per hour} ~ 60
 \$18.90 ~ 18.90 ~ 18.9 dollars ~ $18.90
 5000000 ~ 5 million
-ABC ~ \text{ABC} ~~ CBA ~ AB ~ A, B, C
+ABC ~ \text{ABC} ~~ CBA ~ AB
 \text{(C)} ~ C ~ (C) ~ C.
 \text{Evelyn} ~ evelyn ~ Evelyn. ~~ Evelin ~ not Evelyn ~ Evelyn and Bob
 5\% ~ 0.05 ~ 5 percent ~ \frac{1}{20} ~~ 5 ~ 0.5
@@ -381,6 +381,26 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 42 ~ 42\text{ sheep} ~~ 42\text{ perhaps} ~ \sqrt x=42 ~ \text{twice }x=42
 \frac{n(n+1)}{2} ~ C_{n+1}^2 ~~ C_{n}^2
 2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
+BCD ~ B, C, D ~ D,B,C. ~ \text{B, C and D} ~ B、C、D ~~ BC ~ B, C ~ A, B, C, D ~ B
+A,C ~ AC ~ A and C ~~ A ~ C ~ A,B,C ~ (A,C)
+2{,}5 ~ 2.5 ~ \frac52 ~~ 25 ~ 2,5 ~ 2
+0{,}125 ~ \frac18 ~~ 125 ~ 0.0125
+1{,}250 ~ 1250 ~~ 1.25
+\frac13 ~ 0.333\ldots ~ 0.\dot{3} ~~ 0.33 ~ 0.\dot{3}\dot{4}
+\frac{2}{11} ~ 0.\dot1\dot8 ~ 0.1818\ldots ~~ 0.18 ~ 0.\dot{8}\dot{1}
+5\text{ m/s} ~ 5 m/s ~ 5 \frac{\text{m}}{\text{s}} ~ 5\text{ m s}^{-1} ~ 5 ~~ 5 m ~ 5 s/m ~ 5 m/h
+3.0\times10^8 m/s ~ 3\times10^8 m/s ~ 3\times10^8 ~~ 3\times10^8 m
+\max(a,b) ~ \max\{a,b\} ~~ \min\{a,b\}
+11001_2 ~ 11001_{(2)} ~~ 11001_{(3)} ~ 11001
+\text{DNE} ~ does not exist ~ \text{does not exist} ~~ exists
+\tan\frac{\pi}{8} ~ \sqrt2-1 ~~ \sqrt2+1
+a<b ~ b>a ~~ a>b ~ b<a ~ a\le b
+y=x^2 ~ f(x)=x^2 ~ x^2 ~~ f(x)=x^3 ~ g=x^2
+AB=5 ~ |AB|=5 ~~ |AB|=6
+2 ~ \therefore x=2 ~~ \therefore x=3
+\begin{cases}x+1&x>0\\1-x&x\le0\end{cases} ~ \begin{cases}1-x,&\text{if }x\leq0\\x+1,&x>0\end{cases}
+\begin{cases}x+1&x>0\\1-x&x\le0\end{cases} ~~ \begin{cases}1-x&x>0\\x+1&x\le0\end{cases} ~ x+1 ~ x+1,1-x
+\begin{cases}x+1&x>0\\1-x&x\le0\end{cases} ~~ \begin{cases}x+1&x>0\end{cases}
 """)
 # Notations of other scripts and of programmers
 REACH = lines(r"""
@@ -394,6 +414,9 @@ C ~ 故选：C ~ 答案：C ~ 故选C ~ 选项C ~ \text{答案：C} ~~ 故选：
 e_1 ~ e_{1} ~~ e_2 ~ e ~ e^1
 E_{0} ~ E_0 ~~ E_1 ~ E ~ E^0
 -\frac32 ~ -3./2 ~ \frac{-3.}{2} ~~ -3/4 ~ 3./2 ~ -3.2
+14\text{ élèves} ~ 14 ~ 14 élèves ~~ 41 élèves
+7,2 см ~ 7.2 ~ 7.2 см ~~ 72 ~ 7 см
+¥88 ~ 88 ~ 88元 ~~ ¥89
 f(x)=\pm x ~ f(x)=x, f(x)=-x ~ f(x)=-x\text{ or }f(x)=x ~~ f(x)=x ~ f(x)=\pm 2x
 f(x)=2x-1 ~ f(t)=2t-1 ~ 2x-1 ~~ f(t)=2x-1 ~ f(t)=2t+1 ~ g(x)=2x-1
 7 ~ x+y=7 ~ \alpha+\beta=7 ~~ x+1=7 ~ -x=7 ~ \alpha+\beta=8
