@@ -261,7 +261,7 @@ class Engine(abc.ABC):
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
-    which may name different tokens."""
+    which may name different tokens. Without ids that the model can't sample."""
     generation = read_json(Path(path) / "generation_config.json")
     ids = []
     for source in (
@@ -276,7 +276,7 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
         f"eos_token_id in {path} is {ids}",
         "ids of tokens in config.json and generation_config.json",
     )
-    return set(ids)
+    return {i for i in ids if i < config.vocab_size}
 
 
 @functools.cache

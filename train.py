@@ -470,7 +470,8 @@ def make_packs(
     # critic also runs one forward pass for `values`.
     forwards = (2 if cfg.lora else 3) * cfg.passes_per_step
     if cfg.algo == "ppo":
-        forwards = 2 * forwards + 1
+        trained_models = 1 if step < cfg.freeze_policy_steps else 2
+        forwards = trained_models * forwards + 1
     squares = sum(s.length**2 for s in samples)
     meter.add("flops", forwards * forward_flops(unique, squares))
     return minibatches

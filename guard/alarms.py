@@ -6,7 +6,6 @@ import fnmatch
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 from configs import Config
 from reward import terms_of
@@ -74,7 +73,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     now = defaultdict(lambda: math.nan)
     now["first_entropy"] = next((row["entropy"] for row in history if "entropy" in row), math.nan)
     for name in history[-1]:
-        now[name] = fmean(row[name] for row in history[-MEAN_STEPS:] if name in row)
+        last = [row[name] for row in history[-MEAN_STEPS:] if name in row]
+        now[name] = sum(last) / len(last)  # not fmean, which raises ValueError for inf - inf
     now["constant_terms"] = constant_terms(history, cfg)
     named = (fnmatch.filter(row, cfg.keep_best) for row in history)
     now["known_best"] = cfg.keep_best in ("", "auto") or any(named)

@@ -572,6 +572,13 @@ def test_end_tokens_that_are_no_ids_are_one_line(tiny, tmp_path, ids):
         eos_ids(str(folder), load_tokenizer(str(folder)), load_config(str(folder)))
 
 
+def test_end_tokens_that_the_model_cannot_sample_are_left_out(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer, config = load_tokenizer(str(folder)), load_config(str(folder))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, config.vocab_size]}))
+    assert eos_ids(str(folder), tokenizer, config) == {5, tokenizer.eos_token_id}
+
+
 # --- one line for strange paths
 
 

@@ -154,6 +154,12 @@ def test_an_alarm_is_raised_when_its_cause_begins_and_again_only_after_it_was_go
     assert all(word in last[name] for word in words), last
 
 
+def test_a_metric_that_was_both_infinities_stops_no_run():
+    rows = learning(20)
+    rows[-1]["policy_loss"], rows[-2]["policy_loss"] = math.inf, -math.inf
+    assert isinstance(active_alarms(rows, PPO), dict)
+
+
 def test_an_alarm_that_comes_and_goes_is_raised_once():
     rows = learning()
     for r in rows[20:27] + rows[33:40] + rows[46:]:

@@ -115,6 +115,18 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "0.500" in story(tmp_path)
 
 
+def test_the_story_shows_three_problems_of_which_each_has_many_responses(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@4": 0.5}\n')
+    (tmp_path / "eval").mkdir()
+    for step in (0, 12):  # the later evaluation has its problems in another order
+        numbers = sorted(range(5), key=lambda i: i if step else -i)
+        rows = [sample(i, j, False, f"{step} {i}") for i in numbers for j in range(4)]
+        lines = "".join(f"{json.dumps(row | {'problem': str(row['prompt_id'])})}\n" for row in rows)
+        (tmp_path / "eval" / f"step_{step:06d}.jsonl").write_text(lines)
+    shown = re.findall(r"step_\d+ ✗ (\d+ \d)", story(tmp_path))
+    assert shown == ["0 4", "12 4", "0 3", "12 3", "0 2", "12 2"]
+
+
 def test_several_runs_have_their_facts_and_a_row_for_each_recipe(tmp_path, capsys):
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
@@ -280,3 +292,5 @@ def test_a_table_has_intervals_and_paired_differences(tmp_path, monkeypatch, cap
     assert lines[3] == r"-{}-clip\_high 0.28 & 5 & 0.2000 & 0.0000 & 0.0000 & 0.0000 \\"
     with pytest.raises(UserError, match="has no metric nothing; needed: --metric of"):
         report_on(tuple(runs), tmp_path / "t.tex", "nothing")
+    twins = [run_of(tmp_path / str(value), 0, [{"step": 0, "reward": value}]) for value in (0.2, 0.8)]
+    assert report.table(twins, "reward")[1][1:3] == ["2", "0.5000"]  # two runs with one seed

@@ -446,7 +446,7 @@ class Case:
         cfg = self.cfg
         engines = max(self.world // cfg.tp, 1)
         prompts = cfg.prompts_per_step + cfg.extra_prompts
-        return math.ceil(prompts / engines) * cfg.samples_per_prompt
+        return math.ceil(prompts * cfg.samples_per_prompt / engines)
 
     @property
     def kv_bytes(self) -> int:

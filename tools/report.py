@@ -274,7 +274,8 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
 
 
 def _last_values(runs, metric):
-    """Returns a dict: seed -> the run's value of the metric at the recipe's last step."""
+    """Returns a dict: seed -> the run's value of the metric at the recipe's last step. A second run
+    with the same seed has its path in place of the seed."""
     _, values = _values(list(map(read_metrics, runs)), metric)
     require(
         values.size > 0,
@@ -284,7 +285,7 @@ def _last_values(runs, metric):
     found = {}
     for run, curve in zip(runs, values, strict=True):
         seed = read_json(run / "config.json").get("seed", run)
-        found[seed] = curve[-1]
+        found[run if seed in found else seed] = curve[-1]
     return found
 
 
@@ -308,9 +309,10 @@ def story(run: Path) -> str:
     lines = _summary(run)
     files = _files(run, "eval")
     if len(files) > 1:
-        first = read_jsonl(files[0], ROW)[:3]
-        last = read_jsonl(files[-1], ROW)
-        for base, trained in zip(first, last, strict=False):
+        first, last = (_first_responses(file) for file in (files[0], files[-1]))
+        for problem in [problem for problem in first if problem in last][:3]:
+            base = first[problem]
+            trained = last[problem]
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
             for file, row in (files[0], base), (files[-1], trained):
                 lines.append(f"  {file.stem} {_mark(row)} {shorten(row['response'])}")
@@ -324,6 +326,14 @@ def story(run: Path) -> str:
         f"model    {run}/export/policy",
     ]
     return "\n".join(lines)
+
+
+def _first_responses(file):
+    """Returns a dict: problem -> the first of its rows in a file of samples."""
+    found = {}
+    for row in read_jsonl(file, ROW):
+        found.setdefault(row["problem"], row)
+    return found
 
 
 def _mark(row):
