@@ -298,6 +298,16 @@ def _without_phrases(match):
     return "".join(tokens)
 
 
+def _progression(match):
+    """Returns the integers that `...` leaves out: `1,3,...,9` as 1,3,5,7,9."""
+    first, second, last = map(int, match.groups())
+    step = second - first
+    steps, rest = divmod(last - first, step or 1)
+    if rest or not 2 < steps < 100:
+        return match[0]
+    return ",".join(str(first + i * step) for i in range(steps + 1))
+
+
 def _choices(match):
     """Returns several letters of choices in order: `C, A` as AC."""
     return "".join(sorted(re.findall("[A-H]", match[0])))
@@ -324,7 +334,7 @@ CLASSES = (
     "a the final correct",
     "E equal",
     "q for all every each where with if when",
-    "i an any integer",
+    "i an any some integer constant constants arbitrary real",
     "o of",
     r"e \in",
     r"m \mathbb",
@@ -339,7 +349,8 @@ PHRASES = list(
         re.compile,
         (
             rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
-            rf'{BEFORE}[vC](?:,v)*(?: ?"?[si](?:[ "]|$))+\)?$',  # k is an integer
+            rf'{BEFORE}[vC](?:,v)*(?: ?"?[siv](?:[ "]|$))+\)?$',  # k is an integer
+            r'(?<=[^,;( ])[,;(]? ?"[qi ]+" ?[vC](?:,v)*\)?$',  # for all x
             rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
             r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
             r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
@@ -355,6 +366,8 @@ TIDY = [
     for pattern, new in [
         (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
         (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
+        # (1) x=2 (2) y=3
+        (r"^\(?[1Ii]\) +(.+?)[;,.]? *\(?(?:2|II|ii)\) *(?=[^ )+*/^])", r"\1; "),
         (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
         (r'"per" ?"cent"|"per cent"', r"\\%"),
         (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
@@ -385,6 +398,7 @@ TIDY = [
             r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
             _system,
         ),
+        (r"\\\{ ?\\begin\{matrix\}(.*)\\end\{matrix\}$", r"\\begin{cases}\1\\end{cases}"),
         (r"((?<![\d.])-?0)\{,\}(?=\d)|(\d)\{,\}(?=\d\d?(?!\d))", r"\1\2."),  # decimal commas
         (r"(\d)\{,\}(?=\d{3})", r"\1"),
         (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", _digits),
@@ -403,9 +417,12 @@ TIDY = [
         (r'\\frac\{("\w+")\}\{("\w+")\}', r"\1/\2"),
         (r"(\\m(?:ax|in))\\\{([^{}]*)\\\}", r"\1(\2)"),
         (r'^"?DNE"?$', '"does not exist"'),
+        (r'(?i)^"(yes|no)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$', r'"\1"'),
+        (r'(?i)^"(?:therefore|thus|hence|so)",?(?=["\d\\])', ""),
+        (r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))', r'"\1"='),
+        (r"(-?\d+),(-?\d+),(?:\\ldots|\.\.\.) ?,(-?\d+)(?!\d)", _progression),
         (r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+\.?$', _choices),
         (r"\|([A-Z]{2})\|(?==)", r"\1"),
-        (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
         (r"[,;]+([,;])", r"\1"),
         (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
         (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
@@ -416,7 +433,7 @@ TIDY = [
         (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
         (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
         (
-            r"(?<![^,;])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))",
+            r"(?<![^,;=])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=)+([^,;=()]+)(?![^,;]))",
             r"\1=\2,",
         ),  # x=y=2
         (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
@@ -434,9 +451,10 @@ TIDY = [
         (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
         (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
         (
-            r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer)\b|\\(?:in|[gln]e)(?![a-z]))).*$',
+            r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer|all|for|where)\b|\\(?:in|[gln]e)(?![a-z]))).*$',
             _without_phrases,
         ),
+        (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
         (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
         (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
         (
@@ -497,15 +515,17 @@ def _is_word(match):
     not, each letter is a variable, as in `xy`."""
     word = match[0].lower()
     before = match.string[: match.start()]
+    after = match.string[match.end() :]
     if not word.isascii():
         return True
     if PLURAL.sub("", word) in ALIASES:
-        return re.search(
-            r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot)*[\d})] $", before
-        )
+        if re.match(r" ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z])", after):
+            return False  # mg\sin\theta
+        number = r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot|approx)*[\d})]\$? $"
+        return re.search(number, before)
     if word in SPELLINGS:
         return True
-    if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", match.string[match.end() :]):
+    if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", after):
         return False
     return len(word) > 2 or word in NO_UNIT
 
@@ -602,7 +622,7 @@ BASES = _table(
 # What may stand before `=`: one of NAMES, and then its ENDS in the opposite order
 NAMES = (
     r"(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
-    r'(?!not)[A-Za-z]{1,4}|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
+    r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
     r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
     r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
 )
@@ -1156,7 +1176,7 @@ def _same_intervals(answer, gold, prove):
 
 def _same_list(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a list. {5} equals 5."""
-    if "tuple" in (answer.kind, gold.kind):
+    if "tuple" in (answer.kind, gold.kind) and r"\{" not in (answer.text[:2], gold.text[:2]):
         # "x=1, y=2" equals "1, 2", and x_{1}=1, x_{2}=2 equals (1,2)
         a, b = (
             _parts(r, "tuple", ("=" if "}=" in r.text else ",", r.parts)) for r in (answer, gold)

@@ -381,6 +381,19 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 42 ~ 42\text{ sheep} ~~ 42\text{ perhaps} ~ \sqrt x=42 ~ \text{twice }x=42
 \frac{n(n+1)}{2} ~ C_{n+1}^2 ~~ C_{n}^2
 2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
+\text{Yes, it is possible} ~ Yes ~ yes. ~ \text{Yes, such a set exists.} ~~ No ~ Yes or no ~ Yes, but only for 3
+\max=5,\min=-3 ~ \text{maximum } 5, \text{minimum } -3 ~ minimum value -3; maximum value 5 ~~ \max=-3,\min=5
+(1) $a=2$; (2) $b=5$ ~ a=2, b=5 ~ (1) a=2 (2) b=5 ~~ a=5,b=2 ~ a=2 ~ (1)(2)
+1, 2, \ldots, 6 ~ 1,2,3,4,5,6 ~ 1,2,3,...,6 ~~ 1,2,6 ~ 1,2,\ldots,7
+a=b=c=1 ~ (a,b,c)=(1,1,1) ~ a=1,b=1,c=1 ~~ a=b=1 ~ a=b=c=2
+A\cap B=\{2,4\} ~ \{2,4\} ~~ \{2\}
+(a,b)=(3,5) ~ (3,5) ~ a=3,b=5 ~~ \{3,5\} ~ (5,3)
+f(x)=x ~ f(x)=x \text{ for all } x ~ f(x)=x,\text{ for all real } x ~~ f(x)=x+1 \text{ for all } x
+f(x)=x+c ~ f(x)=x+c, \text{ where } c \text{ is a constant} ~~ f(x)=x
+\frac{2mg\sin\theta}{3} ~ \frac23mg\sin\theta ~~ \frac23mg\cos\theta
+2.50\times10^3 J ~ 2500 ~ 2500\text{ J} ~~ 2.50\times10^2 J ~ 2500 m
+a_n=\left\{\begin{array}{ll}3,&n=1\\2^n,&n\geqslant2\end{array}\right. ~ \begin{cases}3&n=1\\2^n&n\ge2\end{cases} ~~ 2^n
+77 ~ \text{Therefore, the answer is } 77. ~~ \text{Therefore, the answer is not } 77
 BCD ~ B, C, D ~ D,B,C. ~ \text{B, C and D} ~ B、C、D ~~ BC ~ B, C ~ A, B, C, D ~ B
 A,C ~ AC ~ A and C ~~ A ~ C ~ A,B,C ~ (A,C)
 2{,}5 ~ 2.5 ~ \frac52 ~~ 25 ~ 2,5 ~ 2
