@@ -9,8 +9,8 @@ A pair is an answer and a gold answer. The sets of pairs:
     second    204 more pairs of equality_foreign.jsonl, written before the grader's second revision
     attack    more pairs of equality_foreign.jsonl: new notations, and pairs that were written to find errors
               of the grader's third revision. The revision was made with these pairs in sight
-    third     1,098 pairs of equality_foreign.jsonl. Their two authors had not seen the grader, which refused
-              10.6 and 18.2 % of their right answers, and accepted 0.0 and 1.3 % of the wrong ones. Then it was
+    third     1,098 pairs of equality_foreign.jsonl. Their two authors had not seen the grader. It refused
+              10.6 and 18.2 % of the right answers, and accepted 0.0 and 1.3 % of the wrong ones. Then it was
               mended with these pairs in sight. Two pairs were left out: grading/answers.py has other rules
     golds     pairs with competition-style gold answers (bench/equality_golds.txt)
     others    pairs of equality_golds.txt that are held out
