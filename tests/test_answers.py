@@ -381,7 +381,7 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 42 ~ 42\text{ sheep} ~~ 42\text{ perhaps} ~ \sqrt x=42 ~ \text{twice }x=42
 \frac{n(n+1)}{2} ~ C_{n+1}^2 ~~ C_{n}^2
 2\text{ hours }30\text{ minutes} ~ 2\text{ hours and }30\text{ minutes} ~~ 2\text{ hours }
-\text{Yes, it is possible} ~ Yes ~ yes. ~ \text{Yes, such a set exists.} ~~ No ~ Yes or no ~ Yes, but only for 3
+\text{Yes, it is possible} ~ Yes ~ yes. ~ \text{Yes, such a set exists.} ~~ No ~ Yes or no ~ Yes, but not 3
 \max=5,\min=-3 ~ \text{maximum } 5, \text{minimum } -3 ~ minimum value -3; maximum value 5 ~~ \max=-3,\min=5
 (1) $a=2$; (2) $b=5$ ~ a=2, b=5 ~ (1) a=2 (2) b=5 ~~ a=5,b=2 ~ a=2 ~ (1)(2)
 1, 2, \ldots, 6 ~ 1,2,3,4,5,6 ~ 1,2,3,...,6 ~~ 1,2,6 ~ 1,2,\ldots,7
