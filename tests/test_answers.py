@@ -392,7 +392,7 @@ f(x)=x ~ f(x)=x \text{ for all } x ~ f(x)=x,\text{ for all real } x ~~ f(x)=x+1 
 f(x)=x+c ~ f(x)=x+c, \text{ where } c \text{ is a constant} ~~ f(x)=x
 \frac{2mg\sin\theta}{3} ~ \frac23mg\sin\theta ~~ \frac23mg\cos\theta
 2.50\times10^3 J ~ 2500 ~ 2500\text{ J} ~~ 2.50\times10^2 J ~ 2500 m
-a_n=\left\{\begin{array}{ll}3,&n=1\\2^n,&n\geqslant2\end{array}\right. ~ \begin{cases}3&n=1\\2^n&n\ge2\end{cases} ~~ 2^n
+a_n=\{\begin{array}{ll}3,&n=1\\2^n,&n\ge2\end{array} ~ \begin{cases}3&n=1\\2^n&n\ge2\end{cases}
 77 ~ \text{Therefore, the answer is } 77. ~~ \text{Therefore, the answer is not } 77
 BCD ~ B, C, D ~ D,B,C. ~ \text{B, C and D} ~ B、C、D ~~ BC ~ B, C ~ A, B, C, D ~ B
 A,C ~ AC ~ A and C ~~ A ~ C ~ A,B,C ~ (A,C)
