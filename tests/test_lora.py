@@ -52,7 +52,7 @@ def folder_of(tmp_path_factory):
     return lambda name: families.make(root, name)
 
 
-@pytest.mark.parametrize("name", families.MODELS)
+@pytest.mark.parametrize("name", [name for name in families.MODELS if "-" not in name])  # one of each family
 def test_log_probs_gradients_and_merged_weights_are_those_of_peft(name, folder_of, tmp_path):
     """PEFT reads the exported adapter, which names its base by an absolute path. The bound is relative to the
     norm of all gradients."""
@@ -238,7 +238,8 @@ def test_the_ranks_of_a_machine_share_the_files_of_a_hash(world, tmp_path):
 def adapted(base, tmp_path_factory):
     """Returns config, folder, metrics and exported weights of a run on 2 ranks, and the base's first hash."""
     out = tmp_path_factory.mktemp("lora") / "a"
-    cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20)
+    cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20,
+                              samples_per_prompt=2)
     before = weights_hash(cfg.model)
     return cfg, out, *run(cfg, out, ranks=2), before
 
