@@ -70,8 +70,10 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder_of, name):
     assert gradients[0][0].any() and all(map(torch.equal, *gradients))
 
 
-def test_buffers_are_those_of_transformers(folder, base):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_buffers_are_those_of_transformers(folder_of, name, base):
     """torz creates a model on the meta device, so it must compute the buffers itself."""
+    folder = folder_of(name)
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     theirs = dict(families.original(folder).named_buffers())
@@ -104,7 +106,9 @@ def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
     assert rollout.max_positions(config) == known
 
 
-def test_exports_are_read_by_transformers(folder, tmp_path):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_exports_are_read_by_transformers(folder_of, name, tmp_path):
+    folder = folder_of(name)
     gaps = families.compare_export(folder, tmp_path)
     assert max(gaps.values()) < NEAR, gaps
     model.load_policy(str(tmp_path / "policy"))  # raises an error if a tensor is missing or unknown
