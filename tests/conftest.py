@@ -57,7 +57,7 @@ def taught(task: tiny_model.Task, folder: Path, count: int, batches: int, batch:
 @pytest.fixture(scope="session")
 def half_right(tmp_path_factory) -> str:
     """Returns the folder of a tiny model. On four additions, half of its answers are right."""
-    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
+    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=8)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:

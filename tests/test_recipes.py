@@ -208,10 +208,10 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, one_rank, tmp_path)
     assert all(torch.equal(policy[k], one_rank[2][k]) for k in policy)
 
 
-@pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 4, 0.3),
-                                                   ("rlvr-8b", "rlvr", 6, 0.1)])
-def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    model = taught(tasks.TASKS[style], tmp_path / "model", count=4, batches=80, batch=16)
+@pytest.mark.parametrize("name,style,batch,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 4, 0.3),
+                                                         ("rlvr-8b", "rlvr", 16, 6, 0.1)])
+def test_recipes_for_chat_models_learn(name, style, batch, steps, gain, tmp_path):
+    model = taught(tasks.TASKS[style], tmp_path / "model", count=4, batches=80, batch=batch)
     sizes = """samples_per_prompt max_model_len pack_len max_num_seqs policy_lr critic_lr betas recompute
         warmup_updates""".split()
     cfg = dataclasses.replace(

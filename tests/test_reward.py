@@ -5,11 +5,13 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -468,8 +470,16 @@ class Judge(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text or b"")
         Judge.good += right > 0.5
-        if Judge.good >= 64 or Judge.calls >= 350:  # end the server, so that later calls raise URLError
-            threading.Thread(target=lambda: (self.server.shutdown(), self.server.server_close())).start()
+        if Judge.good >= 64 or Judge.calls >= 420:  # later calls raise URLError
+            threading.Thread(target=end, args=(self.server,)).start()
+
+
+def end(server: ThreadingHTTPServer) -> None:
+    """Ends the server. Its port refuses connections then, although the trainer, a fork, has the socket."""
+    server.shutdown()  # else the server's thread would call accept() for ever, without a pause
+    with suppress(OSError):  # it has ended already
+        server.socket.shutdown(socket.SHUT_RDWR)
+    server.server_close()
 
 
 DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
@@ -477,9 +487,9 @@ DIGITS = "0123456789"
 
 
 @pytest.mark.parametrize(("name", "columns", "changes"), [
-    ("judge", [{"rubric": DIGITS}], {"steps": 8}),
+    ("judge", [{"rubric": DIGITS}], {"steps": 8, "samples_per_prompt": 8}),
     ("passes", [{"tests": ["pass"]}, {"tests": ["'ok'"]}, {"tests": ["pass", "'ok'"]}, {"tests": ["pass"]}],
-     {"steps": 5, "stop": tuple(DIGITS), "max_response_len": 8})])
+     {"steps": 5, "samples_per_prompt": 4, "stop": tuple(DIGITS), "max_response_len": 8})])
 def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, columns, changes):
     """Trains with two reward functions of docs/forking.md. `judge` asks an HTTP server, here Judge. `passes`
     runs a program for each test of the row: the response with the test appended."""
@@ -491,10 +501,9 @@ def test_a_tiny_model_learns_by_a_documented_reward(base, tmp_path, name, column
     rows = [json.loads(line) | columns[i % len(columns)] for i, line in enumerate(open(base.data[0]))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = replace(base, data=(f"{tmp_path}/rows.jsonl",), eval_data=(), save_every=0,
-                  policy_lr=8e-3, samples_per_prompt=8, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
+                  policy_lr=8e-3, reward=(f"{tmp_path}/mine.py:{name}",), **changes)
     rewards = [row["reward"] for row in run(cfg, tmp_path / "run")[0]]
-    server.shutdown()  # else its thread would try to accept on the closed socket, without a pause
-    server.server_close()
+    end(server)
     assert rewards[0] < 0.15 and max(rewards) > 4 * rewards[0], rewards
     alarms = (tmp_path / "run/alarms.jsonl").read_text()
     errors = "KeyError", "mine.py, line 11", "URLError", "TimeoutError", "JSONDecodeError", "ValueError"

@@ -41,7 +41,7 @@ def test_what_only_measures_changes_no_bit(base, one_rank, untied, tmp_path, met
 def teacher(tmp_path_factory):
     """Returns the folder of a model that never learned to guess."""
     task = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
-    return taught(task, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=16)
+    return taught(task, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=8)
 
 
 @pytest.mark.parametrize("changes", [

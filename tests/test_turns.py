@@ -350,7 +350,7 @@ def test_a_model_learns_to_call_the_calculator(tmp_path):
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "def respond(" in block]
     assert len(code.splitlines()) <= 15
     (tmp_path / "calculator.py").write_text(code)
-    base = taught(tasks.TASKS["tool"], tmp_path / "base", count=12, batches=160, batch=16)
+    base = taught(tasks.TASKS["tool"], tmp_path / "base", count=12, batches=160, batch=8)
     cfg = dataclasses.replace(
         PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
         env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",
