@@ -354,7 +354,7 @@ def test_a_model_learns_to_call_the_calculator(tmp_path):
     cfg = dataclasses.replace(
         PRESETS["tiny-grpo"], model=base, data=(f"{base}/train.jsonl",), eval_data=(f"{base}/heldout.jsonl",),
         env=f"{tmp_path}/calculator.py:respond", stop=("</tool>", "</answer>"), device="cpu", dtype="float32",
-        steps=9, eval_every=9, policy_lr=7e-4, save_samples="all")
+        steps=7, eval_every=7, policy_lr=7e-4, save_samples="all")
     rows, _ = run(cfg, tmp_path / "run")
     score = [row["eval/heldout/avg@1"] for row in rows if "eval/heldout/avg@1" in row]
     trained = [row for row in rows if "reward" in row]
