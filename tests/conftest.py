@@ -181,6 +181,7 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
             os.environ.clear()
             os.environ.update(environment)
         logging.disable(logging.NOTSET)
+        gc.freeze()  # else garbage collections would go through pytest's objects, and copy their pages
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):  # a new Python has none of the parent's handlers
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
