@@ -171,9 +171,9 @@ def test_one_base_has_the_gradients_of_three_separate_models(base, untied, tmp_p
     """The reference are three models with weights W + scale B A, trained whole on one rank. By the chain
     rule, the gradients are scale Bᵀ dW for A, and scale dW Aᵀ for B."""
     cfg = dataclasses.replace(base, model=untied, lora=RANK, lora_alpha=ALPHA, kl_coef=0.1, critic_updates=1,
-                              pack_len=72)
+                              pack_len=48)
     (pairs,) = run_ranks(1, merged_models, cfg, tmp_path)
-    samples = ranks.make_samples(32)
+    samples = ranks.make_samples(16)
     whole = dataclasses.replace(cfg, lora=0, model=f"{tmp_path}/policy", critic_model=f"{tmp_path}/critic",
                                 ref_model=untied)
     (want,) = run_ranks(1, gradients, whole, samples)

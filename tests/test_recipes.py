@@ -508,9 +508,11 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """After each epoch (2 steps), the reference is a copy of the policy, so the KL is 0 again."""
-    cfg = dataclasses.replace(base, algo="grpo", kl_coef=0.1, ref_refresh=True, prompts_per_step=20,
-                              samples_per_prompt=2, critic_updates=1, steps=4, save_every=3, eval_data=())
+    """After an epoch (2 steps of 4 problems), the reference is a copy of the policy, so the KL is 0 again."""
+    (tmp_path / "few.jsonl").write_text("".join(open(base.data[0]).readlines()[:8]))
+    cfg = dataclasses.replace(base, algo="grpo", kl_coef=0.1, ref_refresh=True, prompts_per_step=4,
+                              data=(f"{tmp_path}/few.jsonl",), critic_updates=1, steps=4, save_every=3,
+                              eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
     kl = [r["kl"] for r in rows if "kl" in r]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4
