@@ -840,11 +840,11 @@ def test_a_grader_that_waits_needs_no_terminal(custom, monkeypatch):
         assert grader.results()[0].reward == 1.0
 
 
-STARTS = {"child": "subprocess.Popen(['sleep', '77'])",
-          "session": "subprocess.Popen(['sleep', '77'], start_new_session=True)",
-          "orphan": "subprocess.run('setsid sleep 77 > /dev/null 2>&1 < /dev/null &', shell=True)",
-          "fork": "os.fork() or (os.setsid(), time.sleep(77), os._exit(0))",
-          "killer": "subprocess.Popen(['sleep', '77'], start_new_session=True); os.kill(os.getppid(), 9)"}
+STARTS = {"child": "subprocess.Popen(['sleep', '777'])",
+          "session": "subprocess.Popen(['sleep', '777'], start_new_session=True)",
+          "orphan": "subprocess.run('setsid sleep 777 > /dev/null 2>&1 < /dev/null &', shell=True)",
+          "fork": "os.fork() or (os.setsid(), time.sleep(777), os._exit(0))",
+          "killer": "subprocess.Popen(['sleep', '777'], start_new_session=True); os.kill(os.getppid(), 9)"}
 
 
 @pytest.mark.parametrize("killer", [False, True])
