@@ -227,7 +227,8 @@ def test_a_full_disk_costs_one_checkpoint(disk, base, capfd):
 
     filler = threading.Thread(target=fill, daemon=True)
     filler.start()
-    cfg = dataclasses.replace(base, out=str(out), steps=6, eval_every=0, keep=5, keep_best="")
+    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, out=str(out), steps=6, eval_every=0,
+                              keep=5, keep_best="")
     assert run_ranks(2, ranks.main, cfg) == ["", ""]
     filler.join(300)
     assert not filler.is_alive()
