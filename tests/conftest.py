@@ -57,7 +57,7 @@ def taught(task: tiny_model.Task, folder: Path, count: int, batches: int, batch:
 @pytest.fixture(scope="session")
 def half_right(tmp_path_factory) -> str:
     """Returns the folder of a tiny model. On four additions, half of its answers are right."""
-    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=16)
+    return taught(tiny_model.SUMS, tmp_path_factory.mktemp("taught") / "base", count=4, batches=80, batch=8)
 
 
 def make_model(path: Path, seed: int = 0, layers: int = 2, tied: bool = True) -> str:
@@ -181,6 +181,7 @@ def forked(*words, environment=None, **options) -> subprocess.Popen:
             os.environ.clear()
             os.environ.update(environment)
         logging.disable(logging.NOTSET)
+        gc.freeze()  # else garbage collections would go through pytest's objects, and copy their pages
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):  # a new Python has none of the parent's handlers
                 default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL

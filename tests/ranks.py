@@ -28,6 +28,7 @@ import dist
 import model
 import train
 from engines import vllm_engine
+from guard import start
 from guard.checks import case_of, check_gold
 from guard.selfcheck import selfcheck
 from guard.start import load_models
@@ -399,8 +400,17 @@ def mistakes(commands: list[list[str]]) -> list[str]:
 
 
 def first_rows(cfgs):
-    """Trains with each config. Returns the metrics of the steps. No run exports its models."""
-    train.finish = lambda run: None
+    """Trains with each config. Returns the metrics of the steps. No run exports its models, and runs with
+    the same reward share a grading server, which ends with this process."""
+    graders = {}
+
+    def grader_of(cfg, say):
+        if cfg.reward not in graders:
+            graders[cfg.reward] = make_grader(cfg, say)
+            graders[cfg.reward].close = lambda: None
+        return graders[cfg.reward]
+
+    train.finish, start.make_grader = lambda run: None, grader_of
     assert not any(main(cfg) for cfg in cfgs)
     return [read_metrics(Path(cfg.out)) for cfg in cfgs]
 

@@ -19,6 +19,7 @@ from re import _parser as parser
 CATEGORIES = {
     sre.CATEGORY_DIGIT: r"\d", sre.CATEGORY_NOT_DIGIT: r"\D", sre.CATEGORY_SPACE: r"\s",
     sre.CATEGORY_NOT_SPACE: r"\S", sre.CATEGORY_WORD: r"\w", sre.CATEGORY_NOT_WORD: r"\W"}
+ASCII, DOTALL, IGNORECASE, MULTILINE = map(int, (re.ASCII, re.DOTALL, re.IGNORECASE, re.MULTILINE))
 SINGLE = (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN)
 LIMIT = 300_000  # steps of one search
 
@@ -29,13 +30,19 @@ def tree(pattern):
 
 
 @lru_cache(None)
+def listed(part):
+    """Returns a part of a parse tree as a list."""
+    return list(part)
+
+
+@lru_cache(None)
 def among(kinds, found, flags):
     """Returns whether a character is in a set such as [^a-z]."""
     negated = kinds[0][0] is sre.NEGATE
     for kind, value in kinds[negated:]:
         if (kind is sre.LITERAL and ord(found) == value
                 or kind is sre.RANGE and value[0] <= ord(found) <= value[1]
-                or kind is sre.CATEGORY and re.match(CATEGORIES[value], found, flags & re.ASCII)):
+                or kind is sre.CATEGORY and re.match(CATEGORIES[value], found, flags & ASCII)):
             return not negated
     return negated
 
@@ -85,14 +92,14 @@ class Matcher:
         if op in SINGLE:
             return self.one(op, arg, at, flags) and follow(at + 1)
         if op is sre.BRANCH:
-            return any(self.match(list(branch), at, flags, follow) for branch in arg[1])
+            return any(self.match(listed(branch), at, flags, follow) for branch in arg[1])
         if op is sre.SUBPATTERN:
             group, add, remove, inner = arg
             inside = (flags | add) & ~remove
-            return self.match(list(inner), at, inside, lambda j: self.close(group, at, j, follow))
+            return self.match(listed(inner), at, inside, lambda j: self.close(group, at, j, follow))
         if op in (sre.MAX_REPEAT, sre.MIN_REPEAT):
             low, high, inner = arg
-            inner = list(inner)
+            inner = listed(inner)
             if len(inner) == 1 and inner[0][0] in SINGLE:
                 ends = self.run(inner[0], at, low, high, flags)
                 return any(map(follow, reversed(ends) if op is sre.MAX_REPEAT else ends))
@@ -100,17 +107,17 @@ class Matcher:
         if op is sre.POSSESSIVE_REPEAT:
             low, high, inner = arg
             count = 0
-            while count < high and (end := self.end(list(inner), at, flags)) not in (None, at):
+            while count < high and (end := self.end(listed(inner), at, flags)) not in (None, at):
                 count, at = count + 1, end
             return count >= low and follow(at)
         if op is sre.ATOMIC_GROUP:
-            end = self.end(list(arg), at, flags)
+            end = self.end(listed(arg), at, flags)
             return end is not None and follow(end)
         if op in (sre.ASSERT, sre.ASSERT_NOT):
             direction, inner = arg
             start = at - inner.getwidth()[0] if direction < 0 else at
             ahead = (lambda j: j == at) if direction < 0 else (lambda j: True)
-            holds = start >= 0 and self.match(list(inner), start, flags, ahead)
+            holds = start >= 0 and self.match(listed(inner), start, flags, ahead)
             return holds == (op is sre.ASSERT) and follow(at)
         if op is sre.AT:
             return self.place(arg, at, flags) and follow(at)
@@ -127,8 +134,8 @@ class Matcher:
             return False
         found = self.text[at]
         if op is sre.ANY:
-            return found != "\n" or bool(flags & re.DOTALL)
-        if flags & re.IGNORECASE:
+            return found != "\n" or bool(flags & DOTALL)
+        if flags & IGNORECASE:
             return any(self.fits(op, arg, c, flags) for c in (found.lower(), found.upper()))
         return self.fits(op, arg, found, flags)
 
@@ -142,10 +149,10 @@ class Matcher:
     def place(self, where, at, flags):
         text = self.text
         if where in (sre.AT_BEGINNING, sre.AT_BEGINNING_STRING):
-            return at == 0 or bool(flags & re.MULTILINE) and text[at - 1] == "\n"
+            return at == 0 or bool(flags & MULTILINE) and text[at - 1] == "\n"
         if where is sre.AT_END:
-            return text[at:] in ("", "\n") or bool(flags & re.MULTILINE) and text[at] == "\n"
-        letter = re.compile(r"\w", flags & re.ASCII).match
+            return text[at:] in ("", "\n") or bool(flags & MULTILINE) and text[at] == "\n"
+        letter = re.compile(r"\w", flags & ASCII).match
         bounds = bool(at and letter(text[at - 1])) != bool(at < len(text) and letter(text[at]))
         return bounds == (where is sre.AT_BOUNDARY)
 

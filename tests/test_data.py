@@ -54,7 +54,7 @@ def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
 
 @pytest.mark.parametrize("name,prompts,an_update", [
     ("scale-rl-7b", 384, 48),  # 2510.13786 A.3: 48 prompts an update
-    ("scale-rl-7b", 48 * 3, 18), ("scale-rl-7b", 8, 1), ("dr-grpo-7b", 384, None)])
+    ("scale-rl-7b", 48 * 3, 18), ("scale-rl-7b", 8, 1), ("dr-grpo-7b", 96, None)])
 def test_an_update_has_whole_prompts_if_the_mean_is_over_prompts(name, prompts, an_update):
     """Updates of other presets have samples that are shuffled apart."""
     cfg = replace(PRESETS[name], prompts_per_step=prompts, samples_per_prompt=16, policy_updates=8,
@@ -66,7 +66,7 @@ def test_an_update_has_whole_prompts_if_the_mean_is_over_prompts(name, prompts, 
         members = [sorted(ids[i] for packs in ranks for p in packs for i in p) for ranks in minibatches]
         assert len(members) == 8 and sum(map(len, members)) == len(ids)
         sizes = {(len(set(some)), len(some)) for some in members}
-        assert sizes == {(an_update, 16 * an_update)} if an_update else min(sizes)[0] > 300
+        assert sizes == {(an_update, 16 * an_update)} if an_update else min(sizes)[0] > 0.78 * prompts
         seen.append(members)
     assert seen[0] == seen[1] != seen[2]
 

@@ -204,7 +204,8 @@ def test_every_flag_exists():
 
 
 def test_every_file_exists(two_ranks):
-    write_report(two_ranks[0])
+    if not (two_ranks[0] / "report.html").exists():  # a command of the docs writes it, too
+        write_report(two_ranks[0])
     dumped = {n for text in SOURCES.values() for n in re.findall(r'dump\(f"(\w+)/', text)}
     seen = 0
     for name in {s for s in SPANS if re.fullmatch(r"[\w.…/-]+", s)}:

@@ -26,6 +26,7 @@ from engines.torch_engine import TorchEngine
 from guard.checks import check_vocabularies
 from tools import plan
 
+ONE_OF_EACH = [name for name in families.MODELS if "-" not in name]  # one model of each family
 NEAR = 1e-5  # largest allowed difference of log-probs (nats) and of gradients (relative to their norm)
 
 
@@ -57,20 +58,22 @@ def test_log_probs_and_gradients_are_those_of_transformers(folder):
     assert gaps["logp"] < NEAR and gaps["gradient"] < NEAR, gaps
 
 
-def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder):
-    pack, gradients = data.pack(ranks.make_samples(8)), []
-    for whole in (0, 1, 2):
-        policy = model.load_policy(folder).bfloat16()
-        policy.recompute(whole)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_what_is_recomputed_changes_no_bit_of_a_gradient(folder_of, name):
+    policy, pack = model.load_policy(folder_of(name)).bfloat16(), data.pack(ranks.make_samples(8))
+    gradients = []
+    for layers in (0, 2):
+        policy.recompute(layers)
         policy(pack, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
-    assert gradients[0][0].any()
-    for other in gradients[1:]:
-        assert all(torch.equal(*pair) for pair in zip(gradients[0], other, strict=True))
+        policy.zero_grad()
+    assert gradients[0][0].any() and all(map(torch.equal, *gradients))
 
 
-def test_buffers_are_those_of_transformers(folder, base):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_buffers_are_those_of_transformers(folder_of, name, base):
     """torz creates a model on the meta device, so it must compute the buffers itself."""
+    folder = folder_of(name)
     engine = TorchEngine(folder, model.load_tokenizer(folder), base, dtype=torch.bfloat16)
     assert {p.dtype for p in engine.policy.parameters()} == {torch.bfloat16}
     theirs = dict(families.original(folder).named_buffers())
@@ -103,7 +106,9 @@ def test_rope_scaling_counts_in_the_longest_sequence(rope, known):
     assert rollout.max_positions(config) == known
 
 
-def test_exports_are_read_by_transformers(folder, tmp_path):
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_exports_are_read_by_transformers(folder_of, name, tmp_path):
+    folder = folder_of(name)
     gaps = families.compare_export(folder, tmp_path)
     assert max(gaps.values()) < NEAR, gaps
     model.load_policy(str(tmp_path / "policy"))  # raises an error if a tensor is missing or unknown

@@ -377,6 +377,7 @@ def test_checkpoints_in_s3(base, tmp_path, monkeypatch):
     (tmp_path / "bin/aws").write_text(AWS.replace("BUCKET", str(bucket)))
     (tmp_path / "bin/aws").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    base = dataclasses.replace(base, algo="grpo", critic_updates=1)
     rows = run_fork(folder, base, world=2, steps=2)
     weights = saved(out, 2, "policy", base.model)
     shutil.rmtree(out)

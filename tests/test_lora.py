@@ -52,7 +52,7 @@ def folder_of(tmp_path_factory):
     return lambda name: families.make(root, name)
 
 
-@pytest.mark.parametrize("name", families.MODELS)
+@pytest.mark.parametrize("name", [name for name in families.MODELS if "-" not in name])  # one of each family
 def test_log_probs_gradients_and_merged_weights_are_those_of_peft(name, folder_of, tmp_path):
     """PEFT reads the exported adapter, which names its base by an absolute path. The bound is relative to the
     norm of all gradients."""
@@ -171,9 +171,9 @@ def test_one_base_has_the_gradients_of_three_separate_models(base, untied, tmp_p
     """The reference are three models with weights W + scale B A, trained whole on one rank. By the chain
     rule, the gradients are scale Bᵀ dW for A, and scale dW Aᵀ for B."""
     cfg = dataclasses.replace(base, model=untied, lora=RANK, lora_alpha=ALPHA, kl_coef=0.1, critic_updates=1,
-                              pack_len=72)
+                              pack_len=48)
     (pairs,) = run_ranks(1, merged_models, cfg, tmp_path)
-    samples = ranks.make_samples(32)
+    samples = ranks.make_samples(16)
     whole = dataclasses.replace(cfg, lora=0, model=f"{tmp_path}/policy", critic_model=f"{tmp_path}/critic",
                                 ref_model=untied)
     (want,) = run_ranks(1, gradients, whole, samples)
@@ -238,7 +238,8 @@ def test_the_ranks_of_a_machine_share_the_files_of_a_hash(world, tmp_path):
 def adapted(base, tmp_path_factory):
     """Returns config, folder, metrics and exported weights of a run on 2 ranks, and the base's first hash."""
     out = tmp_path_factory.mktemp("lora") / "a"
-    cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20)
+    cfg = dataclasses.replace(base, lora=RANK, kl_coef=0.01, ref_refresh=True, prompts_per_step=20,
+                              samples_per_prompt=2)
     before = weights_hash(cfg.model)
     return cfg, out, *run(cfg, out, ranks=2), before
 

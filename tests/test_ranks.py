@@ -83,7 +83,7 @@ def test_gradients_on_four_ranks_equal_those_on_one(tiny, alone):
         """Replaces dist.accumulate. The backward pass of each pack all-reduces."""
         return packs
 
-    cases = [(i, whole[i]) for i in range(5)]
+    cases = [(i, whole[i]) for i in range(1, 5)]
     cases += [(0, pairs[0]), (0, (*pairs[0], in_each_pack)), (4, pairs[4])]
     for got in run_ranks(4, all_gradients, [case for _, case in cases]):
         for (i, (cfg, _, *in_each)), many, before in zip(cases, got, [{}, *got[:-1]], strict=True):

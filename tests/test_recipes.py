@@ -208,10 +208,10 @@ def test_top_p_changes_the_evaluation_and_nothing_else(base, one_rank, tmp_path)
     assert all(torch.equal(policy[k], one_rank[2][k]) for k in policy)
 
 
-@pytest.mark.parametrize("name,style,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 4, 0.3),
-                                                   ("rlvr-8b", "rlvr", 6, 0.1)])
-def test_recipes_for_chat_models_learn(name, style, steps, gain, tmp_path):
-    model = taught(tasks.TASKS[style], tmp_path / "model", count=4, batches=80, batch=16)
+@pytest.mark.parametrize("name,style,batch,steps,gain", [("open-r1-1.5b-grpo", "open-r1", 8, 4, 0.3),
+                                                         ("rlvr-8b", "rlvr", 16, 6, 0.1)])
+def test_recipes_for_chat_models_learn(name, style, batch, steps, gain, tmp_path):
+    model = taught(tasks.TASKS[style], tmp_path / "model", count=4, batches=80, batch=batch)
     sizes = """samples_per_prompt max_model_len pack_len max_num_seqs policy_lr critic_lr betas recompute
         warmup_updates""".split()
     cfg = dataclasses.replace(
@@ -508,9 +508,11 @@ def test_uniform_groups_are_replaced_by_other_prompts(base, tmp_path):
 
 
 def test_a_refreshed_reference_is_resumed(base, tmp_path):
-    """After each epoch (2 steps), the reference is a copy of the policy, so the KL is 0 again."""
-    cfg = dataclasses.replace(base, algo="grpo", kl_coef=0.1, ref_refresh=True, prompts_per_step=20,
-                              samples_per_prompt=2, critic_updates=1, steps=4, save_every=3, eval_data=())
+    """After an epoch (2 steps of 4 problems), the reference is a copy of the policy, so the KL is 0 again."""
+    (tmp_path / "few.jsonl").write_text("".join(open(base.data[0]).readlines()[:8]))
+    cfg = dataclasses.replace(base, algo="grpo", kl_coef=0.1, ref_refresh=True, prompts_per_step=4,
+                              data=(f"{tmp_path}/few.jsonl",), critic_updates=1, steps=4, save_every=3,
+                              eval_data=())
     rows, policy = run(cfg, tmp_path / "a", ranks=2)
     kl = [r["kl"] for r in rows if "kl" in r]
     assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-4

@@ -79,7 +79,7 @@ def ours(path: str, count: int = 1) -> tuple[list[torch.Tensor], dict[str, torch
     return logp.detach().split([s.length for s in mine]), gradients
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_packs_on_any_number_of_ranks_equal_transformers(world, folder, reference):
     want, gradients = reference
     want = want.split([s.length for s in samples()])

@@ -339,8 +339,8 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
 
 
 def test_a_long_prompt_is_dropped_before_it_is_tokenized(tokenizer, tmp_path, monkeypatch):
-    """A text of 50 MB. Tokenizing it takes minutes and gigabytes."""
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 25_000_000, "answer": "3"}]
+    """With 50 MB instead of this 1 MB, tokenizing would take minutes and gigabytes."""
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 500_000, "answer": "3"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenize, lengths, said = type(tokenizer).__call__, [], []
 

@@ -41,7 +41,7 @@ def test_what_only_measures_changes_no_bit(base, one_rank, untied, tmp_path, met
 def teacher(tmp_path_factory):
     """Returns the folder of a model that never learned to guess."""
     task = tiny.SUMS._replace(text=lambda pair, rng, final: tiny.sum_text(pair, rng, False))
-    return taught(task, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=16)
+    return taught(task, tmp_path_factory.mktemp("taught") / "model", 4, batches=80, batch=8)
 
 
 @pytest.mark.parametrize("changes", [
@@ -65,7 +65,7 @@ def test_a_run_draws_solved_problems_once_also_after_a_resume(base, tmp_path, ch
     """A problem is solved if at least 3 of its 4 responses get reward 1. Here, all responses to problems with
     odd answers get reward 1. A step has 8 of the 40 problems, so the last step is in the second epoch."""
     cfg = dataclasses.replace(base, **changes, reward=(base.reward[0].replace("digits", "odd"),), algo="grpo",
-                              critic_updates=1, skip_solved=0.75, steps=6, save_samples="all")
+                              critic_updates=1, skip_solved=0.75, steps=6, save_samples="all", eval_data=())
 
     def drawn(out):  # for each step: (prompt_id, problem) -> number of right responses
         rows = [read_jsonl(out / f"samples/step_{step:06d}.jsonl") for step in range(6)]

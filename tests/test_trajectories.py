@@ -171,8 +171,8 @@ def test_every_token_is_of_the_weights_it_says(folders, six_steps):
 
 
 def test_four_ranks_have_the_trajectories_of_one(folders, six_steps):
-    parts = run_ranks(4, sampled, folders, {})
-    for step, (chosen, samples) in enumerate(six_steps[0]):
+    parts = run_ranks(4, sampled, folders[:4], {})
+    for step, (chosen, samples) in enumerate(six_steps[0][:4]):
         assert all(steps[step][0] == chosen for steps, _ in parts)
         assert content(sum((steps[step][1] for steps, _ in parts), [])) == content(samples)
         assert content(sum((left[step] for _, left in parts), [])) == content(six_steps[1][step])

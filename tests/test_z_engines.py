@@ -1,7 +1,10 @@
 """Tests of the torch engine and of vLLM (CPU build)."""
 
+import contextlib
 import dataclasses
+import functools
 import gc
+import io
 import math
 import os
 
@@ -313,13 +316,28 @@ def grpo_run(base, out, **changes):
                                **changes)
 
 
-def test_a_run_with_either_engine_exports_what_vllm_loads(engine, engines, base, tmp_path, monkeypatch):
-    """With the exported weights, vLLM and transformers sample the same greedy tokens."""
-    monkeypatch.setattr("guard.start.make_engine", lambda *_: engine)
-    train.main(grpo_run(base, tmp_path / "run"))
-    assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(tmp_path / "run")[:2]] == [True, True]
+@pytest.fixture(scope="session")
+def run_with(engines, base, tmp_path_factory):
+    """Returns a function: name of an engine, settings -> folder of a run, and what the run printed."""
+    @functools.cache
+    def run(name, **changes):
+        out = tmp_path_factory.mktemp("run") / name
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+            patch.setattr("guard.start.make_engine", lambda *_: engines[0][name])
+            patch.setattr("train.report.write_report", lambda folder: None)
+            train.main(grpo_run(base, out, **changes))
+        return out, said.getvalue()
 
-    exported = tmp_path / "run" / "export" / "policy"
+    return run
+
+
+@pytest.mark.parametrize("name", ["torch", "vllm"])
+def test_a_run_with_either_engine_exports_what_vllm_loads(name, run_with, engines):
+    """With the exported weights, vLLM and transformers sample the same greedy tokens."""
+    out, _ = run_with(name)
+    assert [r["logp_gap/mean"] < 1e-4 for r in read_metrics(out)[:2]] == [True, True]
+
+    exported = out / "export" / "policy"
     hf = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     prompt = engines[2]("12+34=").input_ids
     want = hf.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, len(prompt):].tolist()
@@ -526,13 +544,10 @@ def test_memory_that_stays_is_measured(engine, policy):
     assert "sync" in readings and all(name in engine.ledger.text() for name in readings)
 
 
-def test_the_selfcheck_does_not_change_a_run(vllm, base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("guard.start.make_engine", lambda *_: vllm)
-    for check in (True, False):
-        train.main(grpo_run(base, tmp_path / str(check), selfcheck=check))
-        output = capsys.readouterr().out
-        assert check == ("self-check: engine and trainer agree to" in output)
-    checked, unchecked = (read_metrics(tmp_path / str(check)) for check in (True, False))
+def test_the_selfcheck_does_not_change_a_run(run_with):
+    runs = run_with("vllm"), run_with("vllm", selfcheck=False)
+    assert ["self-check: engine and trainer agree to" in said for _, said in runs] == [True, False]
+    checked, unchecked = (read_metrics(out) for out, _ in runs)
     assert maths(checked) == maths(unchecked) and len(checked) == 2
     assert {f"time/start/{part}" for part in ("data", "models", "selfcheck")} <= checked[0].keys()
     assert not any("/start/" in key for key in checked[1])
