@@ -594,6 +594,15 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
         assert [g.reward for _, g in sorted(grader.results().items())] == [300_000] * 10
 
 
+def test_a_server_may_be_silent_for_the_seconds_of_its_file(custom):
+    spec = custom("seconds = 600\ndef score(response): time.sleep(2.5); return 1")
+    with Grader(customs=[spec]) as grader:
+        grader.patience = 0
+        grader.submit(0, "x", "", True, custom=spec)
+        assert grader.results()[0].reason == "correct"
+        grader.check()
+
+
 def test_no_worker_outlives_a_killed_server(custom):
     """Even if the trainer does not wait for the server, and its function never returns."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass\n    return 1")
