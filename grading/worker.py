@@ -626,13 +626,15 @@ class Grader(AbstractContextManager):
         self.errors = {}  # type of an error -> its first message
         self._told = 0  # number of messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
-        for server in self.functions.values():
-            server.start()
-        self._wait()
-        self.stop = stop
-        if self.failure:
-            self.close()
+        try:
+            for server in self.functions.values():
+                server.start()
+            self._wait()
             self.check()
+        except BaseException:  # also ctrl-C in a notebook
+            self.close()
+            raise
+        self.stop = stop
 
     def submit(
         self,

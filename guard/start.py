@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, read_json, require, show
+from configs import Config, Say, read_json, require, show
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -107,16 +107,16 @@ def prepare(cfg: Config) -> Run:
     cfg = replace(cfg, **paths)
     plan.check_ranks(cfg, world.size)
     lock = FolderLock(cfg.folder / "lock")
-    try:
+    with ExitStack() as on_error:  # a notebook process lives on
+        on_error.callback(lock.release)
         preflight(cfg, lock, world.main)
         # All ranks read the checkpoint that rank 0 has found.
         path, resumes = dist.gather(dist.together(checkpoint_of, cfg))[0]
         with ExitStack() as stack:
             dist.together(stack.enter_context, ckpt.hold(path))
-            return load(cfg, world, lock, path, resumes)
-    except UserError:  # a notebook process lives on, so release the lock
-        lock.release()
-        raise
+            run = load(cfg, world, lock, path, resumes, on_error)
+        on_error.pop_all()  # the run keeps its lock and its grader
+    return run
 
 
 def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
@@ -138,15 +138,16 @@ def load(
     lock: FolderLock,
     path: Path | None,
     resumes: bool,
+    on_error: ExitStack,
 ) -> Run:
-    """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. Raises UserError
-    as `prepare` does."""
+    """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. on_error gets the
+    grader, to close it if the start fails. Raises UserError as `prepare` does."""
     out = cfg.folder
     say = show if world.main else lambda text: None
     # False: --resume names another run's checkpoint
     in_own_folder = not resumes or path.parent.parent == out
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
-    cfg, inputs = read_inputs(cfg, say)
+    cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
     require(
         cfg.profile is None or cfg.profile < cfg.steps,
@@ -219,12 +220,13 @@ class Inputs(NamedTuple):
     grader: Grader
 
 
-def read_inputs(cfg: Config, say: Say) -> tuple[Config, Inputs]:
-    """Returns the inputs of the run, and the config as `set_template` does."""
+def read_inputs(cfg: Config, say: Say, on_error: ExitStack) -> tuple[Config, Inputs]:
+    """Returns the inputs of the run, and the config as `set_template` does. on_error: see `load`"""
     tokenizer = dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(set_template, tokenizer, cfg)
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
+    on_error.push(grader)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     return cfg, Inputs(problems, held_out, tokenizer, grader)
 

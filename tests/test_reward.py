@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, run, wait_until
+from conftest import ROOT, run, run_ranks, wait_until
 
 import reward
+import train
 from configs import UserError, parse
 from data import Problem, Sample
 from grading import worker
@@ -653,6 +654,32 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
     assert wait_until(lambda: not any(map(alive, group)))
     for pid in fork:
         os.kill(pid, signal.SIGKILL)
+
+
+def errors_of_starts(cfg, count: int) -> list[str]:
+    """Starts a run in this process, as in a notebook. No grading server may outlive a start that failed."""
+    found = []
+    for _ in range(count):
+        with pytest.raises((UserError, KeyboardInterrupt)) as error:
+            train.prepare(cfg)
+        found.append(error.exconly())
+        assert not children()
+    return found
+
+
+def test_a_start_that_fails_frees_the_folder_and_ends_the_servers(base, custom, tmp_path):
+    """First by ctrl-C, while the reward's file is imported. Then by a wrong flag, after the import."""
+    spec = custom(f"""
+        if not os.path.exists("{tmp_path}/began"):
+            open("{tmp_path}/began", "w").close()
+            os.kill(os.getppid(), 2)
+            time.sleep(60)
+        def score(response):
+            return 1.0
+    """)
+    cfg = replace(base, reward=(spec,), steps=1, profile=9, out=f"{tmp_path}/run")
+    first, second = run_ranks(1, errors_of_starts, cfg, 2)[0]
+    assert first == "KeyboardInterrupt" and "--profile 9 in a run of 1 steps" in second
 
 
 def test_ctrl_c_does_not_end_the_server(custom):
