@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, read_json, require, show
+from configs import Config, Say, read_json, show
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -89,6 +89,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # the first step to run
+    lengthened: bool  # an earlier, shorter run ended before step `start`
     carried: list[Sample]  # with --carry: this rank's responses that no step has trained on yet
     solved: Solved  # with --skip_solved: the problems solved so far, the same on all ranks
     saver: ckpt.Saver
@@ -129,7 +130,7 @@ def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
 
 
 # Stands for the content of state.json in a new run.
-NEW = {"step": 0, "read": {}, "solved": {}}
+NEW = {"step": 0, "read": {}, "solved": {}, "config": {"steps": None}}
 
 
 def load(
@@ -149,11 +150,6 @@ def load(
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
-    require(
-        cfg.profile is None or cfg.profile < cfg.steps,
-        f"--profile {cfg.profile} in a run of {cfg.steps} steps",
-        f"--profile 0 to {cfg.steps - 1}",
-    )
     case = case_of(cfg, world, len(inputs.problems))
     cfg = case.cfg
     facts = state_of(cfg, world, inputs, saved)
@@ -180,7 +176,9 @@ def load(
         log.say(line)
     log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
-    progress = (start, carried, facts["solved"])  # in the order of Run's fields, as `inputs`
+    lengthened = saved["config"]["steps"] == start < cfg.steps
+    # in the order of Run's fields, as `inputs`
+    progress = (start, lengthened, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
 
