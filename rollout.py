@@ -531,8 +531,8 @@ def sample_row(
     problem: Problem,
     save_logps: bool,
 ) -> dict[str, Any]:
-    """Returns the sample as one row of a file in samples/ or eval/. It has all that reward.py needs to grade
-    the sample again. `save_logps` adds token ids and the engine's log-probs (nats)."""
+    """Returns the sample as one row of a file in samples/ or eval/, which reward.py can grade again.
+    `save_logps` adds token ids and the engine's log-probs (nats)."""
     row = dict(
         prompt_id=s.prompt_id,
         sample_id=s.sample_id,
