@@ -25,6 +25,7 @@ Usage:
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
+import datetime
 import errno
 import fcntl
 import fnmatch
@@ -257,8 +258,9 @@ class Saver:
         self.warn = warn
         self.facts = facts | {"models": list(models), "prompt": prompt_form(cfg.template)}
         # The thread that saves needs its own process group. In the default group, its collectives would mix
-        # with the collectives of training.
-        self.group = td.new_group(backend="gloo")
+        # with the collectives of training. Its time limit is long, because an upload in `publish` may take
+        # hours. If the upload hangs, guard.watch ends the run, because the next save waits for it.
+        self.group = td.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
         self.in_flight: Future[None] | None = None

@@ -504,7 +504,7 @@ class Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`.
 
         Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given, or if
-        --freeze_policy_steps leaves no step that trains the policy.
+        --freeze_policy_steps leaves no step that trains the policy, or if there is no step --profile.
 
         prompts: number of prompts in an epoch"""
         self.check_length()
@@ -515,6 +515,11 @@ class Config:
             f"--freeze_policy_steps {self.freeze_policy_steps}: none "
             f"of the {steps} steps trains the policy",
             "a smaller number, or a longer run",
+        )
+        require(
+            self.profile is None or self.profile < steps,
+            f"--profile {self.profile} in a run of {steps} steps",
+            f"--profile 0 to {steps - 1}",
         )
         return replace(self, steps=steps, epochs=0, total_episodes=0)
 

@@ -216,15 +216,14 @@ class Logger(contextlib.AbstractContextManager):
             before = read_metrics(out)
             _set_aside(out / "metrics.jsonl", METRICS, first)
             _set_aside(out / "alarms.jsonl", ALARM, first)
-        self.history = []  # rows of training steps, for guard.alarms
-        for row in before:
-            if "reward" in row and row["step"] < first:
-                self.history.append(row)
+        # The last row may have only an evaluation.
+        trained = [row for row in before if "reward" in row]
+        self.history = [row for row in trained if row["step"] < first]  # for guard.alarms
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
         self.samples = []
-        unsent = before[-1]["step"] + 1 if first and before else 0
+        unsent = trained[-1]["step"] + 1 if first and trained else 0
         self.trackers = [Tracker(out, config, unsent, self.alarm) for _ in cfg.track]
 
     def __exit__(self, error: type | None, *_) -> None:
@@ -370,12 +369,12 @@ def read_metrics(run: Path | str) -> list[dict]:
 
 
 class Tracker:
-    """Sends the rows of metrics.jsonl, and samples, to Weights & Biases. Sends no row twice. If wandb fails,
-    logs an alarm, and training goes on. The user's environment variables override ENVIRONMENT.
+    """Sends the rows of metrics.jsonl, and samples, to Weights & Biases. Sends no training metrics twice. If
+    wandb fails, logs an alarm, and training goes on. The user's environment variables override ENVIRONMENT.
 
     For another service, change the methods `start`, `send` and `finish`.
 
-    unsent: first step without a row in metrics.jsonl before the run was resumed; 0 in a new run"""
+    unsent: first step without training metrics in metrics.jsonl before the run was resumed; 0 in a new run"""
 
     ENVIRONMENT = {
         "WANDB_PROJECT": "torz",

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -892,7 +893,7 @@ MODEL_FILES = dict(
 
 def resolve(name: str) -> str:
     """Returns the path of a model's folder. `name`: a path, or a model of the Hugging Face Hub. The model is
-    downloaded unless it is in the Hub's local cache.
+    downloaded unless the Hub's local cache has all of its files.
 
     A collective: all ranks must call it. If the download fails, all ranks raise the same UserError."""
     hub = from_hub(name)  # may differ between machines, because it depends on their folders
@@ -903,14 +904,23 @@ def resolve(name: str) -> str:
 def _download(name):
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of each machine downloads
         return
-    with contextlib.suppress(OSError):  # raised if the cache does not have all files
-        snapshot_download(name, local_files_only=True, **MODEL_FILES)
-        return
+    with contextlib.suppress(OSError):  # raised if the cache does not have the model
+        if _is_whole(Path(snapshot_download(name, local_files_only=True, **MODEL_FILES))):
+            return
     with explained(
         f"no folder {name}, and the model can't be downloaded from the Hub",
         f"hf download {name} --local-dir DIR where there is a network, then --model DIR",
     ):
-        snapshot_download(name, **MODEL_FILES)
+        snapshot_download(name, **MODEL_FILES)  # without a network, returns the folder in the cache
+
+
+def _is_whole(folder):
+    """Returns whether a folder of the Hub's cache has all files of a model. After an interrupted download, or
+    after AutoTokenizer.from_pretrained, it has only some."""
+    index = read_json(folder / "model.safetensors.index.json", {"weight_map": dict})
+    weights = index.get("weight_map", {"": "model.safetensors"}).values()
+    names = ["config.json", "tokenizer_config.json", *weights]
+    return any(folder.glob("tokenizer.*")) and all((folder / name).is_file() for name in names)
 
 
 def load_config(path: str) -> PreTrainedConfig:

@@ -531,8 +531,8 @@ def sample_row(
     problem: Problem,
     save_logps: bool,
 ) -> dict[str, Any]:
-    """Returns the sample as one row of a file in samples/ or eval/. `save_logps` adds token ids and the
-    engine's log-probs (nats)."""
+    """Returns the sample as one row of a file in samples/ or eval/, which reward.py can grade again.
+    `save_logps` adds token ids and the engine's log-probs (nats)."""
     row = dict(
         prompt_id=s.prompt_id,
         sample_id=s.sample_id,
@@ -544,13 +544,15 @@ def sample_row(
         terms=s.entered,
         problem=problem.text,
         gold=problem.answer,
+        kind=problem.kind,
+        dataset=problem.dataset,
         response=s.text,
         tokens=len(s.ids),
+        turns=s.turns,
     )
     if problem.fields:
         row["row"] = problem.row_values
     if s.turns > 1:
-        row["turns"] = s.turns
         row["segments"] = s.turn_texts
     if save_logps:
         row["ids"] = s.ids.tolist()

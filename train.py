@@ -226,7 +226,9 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """Evaluate the policy on all evaluation sets, and write its responses to eval/. Returns a dict:
     metric -> value. The dict is empty if no evaluation is due."""
     cfg = run.cfg
-    if not run.held_out or (step % cfg.eval_every and step < cfg.steps):
+    # The row of this step replaces the shorter run's last row, which has only an evaluation.
+    again = run.lengthened and step == run.start
+    if not run.held_out or (step % cfg.eval_every and step < cfg.steps and not again):
         return {}
     with run.log.bar("Eval", 0) as bar:
         scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step, bar.update)

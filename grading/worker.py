@@ -621,17 +621,20 @@ class Grader(AbstractContextManager):
         self.say = say
         self.stop = ()
         self.failure = ""  # why the run must end (see `check`)
-        self.patience = START + WALL * deadline  # seconds after which a silent server is replaced
+        # A server is replaced when it is silent for this time and the `seconds` of its file.
+        self.patience = START + WALL * deadline
         self.errors = {}  # type of an error -> its first message
         self._told = 0  # number of messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
-        for server in self.functions.values():
-            server.start()
-        self._wait()
-        self.stop = stop
-        if self.failure:
-            self.close()
+        try:
+            for server in self.functions.values():
+                server.start()
+            self._wait()
             self.check()
+        except BaseException:  # also ctrl-C in a notebook
+            self.close()
+            raise
+        self.stop = stop
 
     def submit(
         self,
@@ -716,7 +719,8 @@ class Grader(AbstractContextManager):
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
             now = time.monotonic()
             for server in busy:
-                if not server.ended and now - server.heard < self.patience:
+                declared = server.facts["seconds"] if server.facts else 0
+                if not server.ended and now - server.heard < self.patience + declared:
                     continue
                 if server in replaced or server.facts is None:
                     what = "a call" if server.facts else "its import"

@@ -72,6 +72,7 @@ def facts_of(
         "problems (--data, --template, --reward)": fingerprint(problems),
         "chat template": template_hash(tokenizer, cfg.template),
         "--reward": [f"{t.name}={t.weight} {t.kind} {t.dataset}" for t in terms],
+        "--env": cfg.env.rpartition(":")[2],
         "files of --reward and --env": [*grader.files.values()],
     }
     # Changed problems would give other scores under the same metric name.

@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, read_json, require, show
+from configs import Config, Say, read_json, show
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -89,6 +89,7 @@ class Run:
     critic: Role | None
     ref: Role | None
     start: int  # the first step to run
+    lengthened: bool  # an earlier, shorter run ended before step `start`
     carried: list[Sample]  # with --carry: this rank's responses that no step has trained on yet
     solved: Solved  # with --skip_solved: the problems solved so far, the same on all ranks
     saver: ckpt.Saver
@@ -107,16 +108,16 @@ def prepare(cfg: Config) -> Run:
     cfg = replace(cfg, **paths)
     plan.check_ranks(cfg, world.size)
     lock = FolderLock(cfg.folder / "lock")
-    try:
+    with ExitStack() as on_error:  # a notebook process lives on
+        on_error.callback(lock.release)
         preflight(cfg, lock, world.main)
         # All ranks read the checkpoint that rank 0 has found.
         path, resumes = dist.gather(dist.together(checkpoint_of, cfg))[0]
         with ExitStack() as stack:
             dist.together(stack.enter_context, ckpt.hold(path))
-            return load(cfg, world, lock, path, resumes)
-    except UserError:  # a notebook process lives on, so release the lock
-        lock.release()
-        raise
+            run = load(cfg, world, lock, path, resumes, on_error)
+        on_error.pop_all()  # the run keeps its lock and its grader
+    return run
 
 
 def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
@@ -129,7 +130,7 @@ def checkpoint_of(cfg: Config) -> tuple[Path | None, bool]:
 
 
 # Stands for the content of state.json in a new run.
-NEW = {"step": 0, "read": {}, "solved": {}}
+NEW = {"step": 0, "read": {}, "solved": {}, "config": {"steps": None}}
 
 
 def load(
@@ -138,21 +139,17 @@ def load(
     lock: FolderLock,
     path: Path | None,
     resumes: bool,
+    on_error: ExitStack,
 ) -> Run:
-    """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. Raises UserError
-    as `prepare` does."""
+    """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. on_error gets the
+    grader, to close it if the start fails. Raises UserError as `prepare` does."""
     out = cfg.folder
     say = show if world.main else lambda text: None
     # False: --resume names another run's checkpoint
     in_own_folder = not resumes or path.parent.parent == out
     cfg, saved = with_checkpoint(cfg, world, path, resumes)
-    cfg, inputs = read_inputs(cfg, say)
+    cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
-    require(
-        cfg.profile is None or cfg.profile < cfg.steps,
-        f"--profile {cfg.profile} in a run of {cfg.steps} steps",
-        f"--profile 0 to {cfg.steps - 1}",
-    )
     case = case_of(cfg, world, len(inputs.problems))
     cfg = case.cfg
     facts = state_of(cfg, world, inputs, saved)
@@ -179,7 +176,9 @@ def load(
         log.say(line)
     log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
-    progress = (start, carried, facts["solved"])  # in the order of Run's fields, as `inputs`
+    lengthened = saved["config"]["steps"] == start < cfg.steps
+    # in the order of Run's fields, as `inputs`
+    progress = (start, lengthened, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
 
@@ -219,12 +218,13 @@ class Inputs(NamedTuple):
     grader: Grader
 
 
-def read_inputs(cfg: Config, say: Say) -> tuple[Config, Inputs]:
-    """Returns the inputs of the run, and the config as `set_template` does."""
+def read_inputs(cfg: Config, say: Say, on_error: ExitStack) -> tuple[Config, Inputs]:
+    """Returns the inputs of the run, and the config as `set_template` does. on_error: see `load`"""
     tokenizer = dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(set_template, tokenizer, cfg)
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
+    on_error.push(grader)
     problems, held_out = dist.together(load_data, cfg, tokenizer, say, grader.reads_rows)
     return cfg, Inputs(problems, held_out, tokenizer, grader)
 

@@ -2,6 +2,7 @@
 
 import binascii
 import dataclasses
+import datetime
 import functools
 import json
 import os
@@ -486,6 +487,29 @@ def small(out, **changes):
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], **{"lr_decay": "constant", "keep_best": ""} | changes)
     warnings = []
     return ckpt.Saver(out, models, cfg, {}, 0, warnings.append), models, warnings
+
+
+def uploaded(out):
+    """Saves a checkpoint with an upload that takes longer than torch's default limit of a collective."""
+    _, models, warnings = small(out)
+    publish = ckpt.publish
+
+    def upload(*args):
+        publish(*args)
+        time.sleep(2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        limit = datetime.timedelta(seconds=1)  # in place of 30 minutes
+        patch.setattr("torch.distributed.distributed_c10d.default_pg_timeout", limit)
+        patch.setattr(ckpt, "publish", upload)
+        saver = ckpt.Saver(out, models, PRESETS["tiny-ppo"], {}, 0, warnings.append)
+        saver.save(1)
+        saver.finish()
+    return saver.saved, warnings
+
+
+def test_an_upload_may_take_longer_than_a_collective(tmp_path):
+    assert run_ranks(2, uploaded, tmp_path) == [(1, [])] * 2
 
 
 def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks):

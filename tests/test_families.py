@@ -276,6 +276,33 @@ def test_an_id_of_the_hub_is_a_folder_of_its_cache(hub, folder_of):
         assert model.resolve(same) == same
 
 
+@pytest.mark.parametrize("missing",
+                         ["", "config.json", "tokenizer.json", "model.safetensors", "2.safetensors"])
+def test_a_model_partly_in_the_cache_is_downloaded(hub, folder_of, tmp_path, monkeypatch, missing):
+    """Instead of downloading, the test puts the missing file back."""
+    snapshot = put_into_cache(hub, folder_of("qwen2"))
+    if missing == "2.safetensors":  # one of two files of weights
+        weights = load_file(snapshot / "model.safetensors")
+        (snapshot / "model.safetensors").unlink()
+        files = {key: f"{i % 2 + 1}.safetensors" for i, key in enumerate(weights)}
+        for file in ("1.safetensors", "2.safetensors"):
+            save_file({key: weights[key] for key in weights if files[key] == file}, snapshot / file)
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    if missing:
+        (snapshot / missing).rename(tmp_path / missing)
+    from_hub = model.snapshot_download
+
+    def snapshot_download(name, local_files_only=False, **options):
+        if not local_files_only:
+            (tmp_path / missing).rename(snapshot / missing)
+        return from_hub(name, local_files_only=True, **options)
+
+    monkeypatch.setattr(model, "snapshot_download", snapshot_download)
+    for _ in range(2):  # a second download would fail, because the file is no longer in tmp_path
+        path = model.resolve("org/tiny")
+        assert model.load_policy(path) and model.load_tokenizer(path)
+
+
 def test_the_first_rank_of_a_machine_downloads_and_the_others_wait(hub, folder_of, monkeypatch):
     """Instead of downloading, the test copies a model into the cache."""
     from_hub = model.snapshot_download

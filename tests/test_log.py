@@ -409,6 +409,21 @@ def test_a_tracker_that_fails_ends_no_run_and_is_one_alarm(tmp_path, monkeypatch
     assert tracked() == [rows[:1], rows[:2] + rows[4:]]
 
 
+def test_a_lengthened_run_keeps_the_evaluation_of_its_old_last_step(base, tmp_path, monkeypatch):
+    """Step 1 has an evaluation only because the shorter run ends there. Later its row has training metrics,
+    too, and is sent again."""
+    monkeypatch.setattr("log.Tracker", ListTracker)
+    cfg = dataclasses.replace(base, algo="grpo", lr_decay="constant", steps=1, eval_every=3, save_every=0,
+                              track=("wandb",))
+    first, _ = run(cfg, tmp_path)
+    rows, _ = run(dataclasses.replace(cfg, steps=2), tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2] and "reward" not in first[1] and "reward" in rows[1]
+    assert rows[0] == first[0] and rows[1].items() >= first[1].items()
+    assert set(first[1]) - {"step"} == {name for name in rows[1] if name.startswith("eval/")}
+    (tracked,) = (tmp_path / "tracked").iterdir()
+    assert read_jsonl(tracked) == [*first, rows[1]]
+
+
 def test_a_server_that_does_not_answer_ends_no_run(wandb, tmp_path):
     nowhere = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "a" * 40,
                "WANDB_INIT_TIMEOUT": "1"}

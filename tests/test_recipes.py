@@ -320,7 +320,8 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
-    """Also its imports, and an evaluation set that was left out meanwhile. Paths may change."""
+    """Also its imports, another function of the same file, and an evaluation set that was left out
+    meanwhile. Paths may change."""
     cfg, messages = dataclasses.replace(base, lr_decay="constant", out=f"{tmp_path}/run"), []
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for steps, name, edit, one in ((1, "a", "", 1), (2, "a", "#", 1), (2, "b/c", "", 2), (2, "b/c", "", 1)):
@@ -328,7 +329,7 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
         package.mkdir(parents=True, exist_ok=True)
         file.write_text("from pkg.helper import ONE\nimport score\n\n"
                         "def score(response, answer, kind):\n    return ONE\n"
-                        f"def turn(problem, text, turn):\n    return None\n{edit}")
+                        f"def turn(problem, text, turn):\n    return None\n\nother = turn\n{edit}")
         (package / "helper.py").write_text("from .one import ONE")
         (package / "one.py").write_text(f"import far\nONE = {one}")
         (tmp_path / "far.py").write_text(f"{one}")
@@ -339,6 +340,8 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
     assert all("files of --reward and --env: " in message for message in messages[1:3])
     assert "'pkg.one': " in messages[2] and "'far': " in messages[2]
     assert messages[::3] == ["", ""]
+    other = dataclasses.replace(cfg, env=f"{file}:other")
+    assert "(--env: turn -> other)" in run_ranks(1, ranks.main, other)[0]
     (tmp_path / "train.jsonl").write_text(open(base.data[0]).readline())
     cfg = dataclasses.replace(cfg, steps=3, eval_every=1, eval_data=(f"{tmp_path}/train.jsonl",))
     assert "--eval_data train: " in run_ranks(1, ranks.main, cfg)[0]

@@ -16,17 +16,20 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
-from conftest import ROOT, run, wait_until
+from conftest import ROOT, run, run_ranks, wait_until
 
 import reward
+import train
 from configs import UserError, parse
-from data import Problem
+from data import Problem, Sample
 from grading import worker
 from grading.answers import extract_answer, grade
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
 from reward import check_functions, think_then_answer
+from rollout import sample_row
 
 SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"
 
@@ -605,6 +608,15 @@ def test_a_stalled_server_is_replaced_and_never_blocks_the_trainer(custom):
         assert [g.reward for _, g in sorted(grader.results().items())] == [300_000] * 10
 
 
+def test_a_server_may_be_silent_for_the_seconds_of_its_file(custom):
+    spec = custom("seconds = 600\ndef score(response): time.sleep(2.5); return 1")
+    with Grader(customs=[spec]) as grader:
+        grader.patience = 0
+        grader.submit(0, "x", "", True, custom=spec)
+        assert grader.results()[0].reason == "correct"
+        grader.check()
+
+
 def test_no_worker_outlives_a_killed_server(custom):
     """Even if the trainer does not wait for the server, and its function never returns."""
     spec = custom("def score(response, answer, kind):\n    while response == 'x': pass\n    return 1")
@@ -655,6 +667,32 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
         os.kill(pid, signal.SIGKILL)
 
 
+def errors_of_starts(cfg, count: int) -> list[str]:
+    """Starts a run in this process, as in a notebook. No grading server may outlive a start that failed."""
+    found = []
+    for _ in range(count):
+        with pytest.raises((UserError, KeyboardInterrupt)) as error:
+            train.prepare(cfg)
+        found.append(error.exconly())
+        assert not children()
+    return found
+
+
+def test_a_start_that_fails_frees_the_folder_and_ends_the_servers(base, custom, tmp_path):
+    """First by ctrl-C, while the reward's file is imported. Then by a wrong flag, after the import."""
+    spec = custom(f"""
+        if not os.path.exists("{tmp_path}/began"):
+            open("{tmp_path}/began", "w").close()
+            os.kill(os.getppid(), 2)
+            time.sleep(60)
+        def score(response):
+            return 1.0
+    """)
+    cfg = replace(base, reward=(spec,), steps=1, profile=9, out=f"{tmp_path}/run")
+    first, second = run_ranks(1, errors_of_starts, cfg, 2)[0]
+    assert first == "KeyboardInterrupt" and "--profile 9 in a run of 1 steps" in second
+
+
 def test_ctrl_c_does_not_end_the_server(custom):
     spec = custom(SLOW)
     with Grader(customs=[spec]) as grader:
@@ -675,20 +713,24 @@ def dry_run(tmp_path, lines: list[str], *arguments: str) -> subprocess.Completed
 
 
 def test_dry_run_takes_the_terms_of_training(tmp_path):
-    """A run's saved samples can be graded again. A reward function then gets the data row as `row`."""
-    (tmp_path / "my.py").write_text("def score(response, row):\n    return row['n'] / (response != '0')\n")
-    rows = [{"response": text, "answer": "", "gold": "1", "row": {"n": 0.5}, "problem": "", "dataset": name}
-            for text, name in ((GOOD, ""), (boxed("1"), ""), ("0", ""), (GOOD, "own"))]
-    rows += [{"response": boxed("1"), "answer": "1", "row": {"n": 0.5}, "stopped": False}]
+    """A run's saved samples can be graded again: as the problem's kind and data set say. A reward function
+    then gets the data row as `row`. In the last row, "82" is equal to "082" for math, but not for exact."""
+    (tmp_path / "my.py").write_text(
+        "def score(response, row, sample):\n    return row['n'] * sample['turns'] / (response != '0')\n")
+    rows = [sample_row(Sample(0, 0, (1,), np.zeros(2, np.int32), np.zeros(2, np.float32), True, text, 0),
+                       Problem("", (1,), gold, kind, dataset, fields='{"n": 0.5}'), save_logps=False)
+            for text, gold, kind, dataset in ((GOOD, "1", "math", ""), (boxed("1"), "1", "math", ""),
+                ("0", "1", "math", ""), (GOOD, "1", "math", "own"), (boxed("82"), "082", "exact", ""))]
+    rows += [{"response": boxed("1"), "answer": "1", "row": {"n": 0.5}, "stopped": False, "turns": 1}]
     done = dry_run(tmp_path, [json.dumps(row) for row in rows], "--reward", "math", "format=0.5",
                    f"{tmp_path}/my.py:score=2", f"own@{tmp_path}/my.py:score")
     assert done.returncode == 0, done.stderr
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[:-1] == [
-        "math correct 1", "math truncated 1", "math unparsed 2", "own partial 1", "score error 1",
-        "score partial 3", "score truncated 1", "mean math 0.2500, weight 1",
-        "mean score 0.3000, weight 2", "mean own 0.5000, weight 1", "mean format 0.4000, weight 0.5",
-        f"mean of the sum {(4 * 0.25 + 2 * 5 * 0.3 + 0.5 + 0.5 * 5 * 0.4) / 5:.4f}"]
+        "math correct 1", "math truncated 1", "math unparsed 2", "math wrong 1", "own partial 1",
+        "score error 1", "score partial 4", "score truncated 1", "mean math 0.2000, weight 1",
+        "mean score 0.3333, weight 2", "mean own 0.5000, weight 1", "mean format 0.3333, weight 0.5",
+        f"mean of the sum {(5 * 0.2 + 2 * 4 * 0.5 + 0.5 + 0.5 * 2) / 6:.4f}"]
     assert f"by zero ({tmp_path}/my.py, line 2)" in lines[-1]
 
 

@@ -335,10 +335,10 @@ def evaluated(tiny, env, *before) -> tuple[dict, list[dict]]:
 
 
 def test_evaluation_uses_the_environment(tiny, env):
-    """A response's row has the field `turns` only if the response has several turns."""
+    """A response's row has the field `segments` only if the response has several turns."""
     ((scores, rows),) = run_ranks(1, evaluated, tiny, f"{env}:twice")
-    assert max(row.get("turns", 0) for row in rows) == 3 and 1 not in {row.get("turns") for row in rows}
-    assert all(("1:" in row["response"]) == ("turns" in row) for row in rows)
+    assert max(row["turns"] for row in rows) == 3
+    assert all(("1:" in row["response"]) == ("segments" in row) == (row["turns"] > 1) for row in rows)
     lengths = [row["tokens"] for row in rows]
     assert scores["sums"]["response_len"] == [sum(lengths[i:i + 2]) / 2 for i in range(0, 8, 2)]
     ((_, more),) = run_ranks(1, evaluated, tiny, f"{env}:twice", "other")
