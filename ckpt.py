@@ -429,6 +429,9 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     metrics.jsonl before the last change of the evaluation sets do not count. With equal values, the later
     step is best.
 
+    The row of step N has the evaluation of the weights after N steps, as checkpoint N. It is written one step
+    later than the checkpoint, so the newest checkpoint is not known yet.
+
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     pattern = "eval/*/avg@*" if metric == "auto" else metric
     scores = {}

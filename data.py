@@ -607,8 +607,9 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     all ranks have similar costs. Short samples of one prompt stay together, because a pack computes their
     prompt only once."""
     total = int(lengths[samples].sum())
-    # A unit is a list of samples that stay together. Small units (1/8 of a pack) let packs be balanced.
-    units = _neighbours(samples.tolist(), lengths, prompts, min(pack_len, total // ranks) // 8)
+    # A unit is a list of samples that stay together. Small units let packs be balanced.
+    unit_len = min(pack_len, total // ranks) // 8
+    units = _neighbours(samples.tolist(), lengths, prompts, unit_len)
     tokens = np.array([lengths[unit].sum() for unit in units])
     cost = np.array([work[unit].sum() for unit in units])
     packs = max(1, math.ceil(total / (pack_len * ranks)))

@@ -325,6 +325,7 @@ def draw(
             if right / n >= cfg.skip_solved:
                 solved.append(problems[group[0].prompt_id].index)
         for i in dist.gather_all(solved):
+            # the first step without the problem; so a repeated step, too, forgets it (see state_of)
             run.solved.setdefault(i, step + 1)
     return shape_rewards(samples, cfg), left
 

@@ -301,7 +301,8 @@ class Rows(Cache):
             return
         self.rows = len(source)
         # To copy few rows, the first new row of an old row takes its place, if that place still exists. The
-        # other new rows are as many as the free places.
+        # other new rows are as many as the free places. Example: the sources 0 0 1 get the places 0 2 1, so
+        # the rows 0 and 1 stay, and row 2, which no slot uses, becomes a copy of row 0.
         stays = source < self.rows
         stays[1:] &= source[1:] != source[:-1]
         is_free = torch.ones_like(stays)

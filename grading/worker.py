@@ -394,6 +394,7 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
                 message = f"the process ended with status {status} while grading ({error})"
                 outcome = (0.0, "error", f"WorkerDied: {message}")
             outcomes = [outcome] if len(numbered) == 1 else []
+        # `outcomes` is shorter than `numbered` if the worker stopped early to share its work, or has died.
         numbers = [number for number, _ in numbered[: len(outcomes)]]
         if numbers:
             with lock:  # pebble calls `done` from several threads

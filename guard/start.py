@@ -177,7 +177,8 @@ def load(
     log.say(f"seconds of the start: {dist.start_seconds()}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     lengthened = saved["config"]["steps"] == start < cfg.steps
-    # in the order of Run's fields, as `inputs`
+    # In the order of Run's fields, as `inputs`. Run and Saver have the same dict of solved problems, so a
+    # checkpoint has those that are solved by then.
     progress = (start, lengthened, carried, facts["solved"])
     return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
@@ -242,13 +243,13 @@ def state_of(
     solved = {int(i): step for i, step in saved["solved"].items() if step <= saved["step"]}
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"
     # stays, so that the content is compared if a later resume uses this set or model again.
-    read = saved["read"] | read
+    remembered = saved["read"] | read
     if world.device.type == "cpu":  # another number of threads sums in another order
         noted["threads of a rank"] = torch.get_num_threads()
     return {
         "config": asdict(cfg),
         "ranks": world.size,
-        "read": read,
+        "read": remembered,
         "noted": noted,
         "solved": solved,
     }
