@@ -210,7 +210,7 @@ class Trajectories:
         s = self._join(before, new) if len(before.ids) else new
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
-            self.open[s.key] = replace(s, text=before.text)  # without this turn's text (see `_join`)
+            self.open[s.key] = replace(s, text=before.text)  # as `_join` needs it
             return False
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
