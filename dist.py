@@ -70,7 +70,7 @@ def launch(ranks: int) -> int | str:
     os.environ["TORZ_LAUNCHED"] = ""
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     # torchrun would handle signals that nohup ignores.
-    handled = [signal.SIGTERM, signal.SIGINT, *not_ignored()]
+    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *not_ignored()]
     signals = ",".join(number.name for number in handled)
     options = [
         "--standalone",
