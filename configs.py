@@ -277,7 +277,7 @@ class Config:
     profile: Amount | None = None  # run this step under torch's profiler; writes a trace to --out; None: off
     track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
-    stall_limit: Positive = 3600.0  # maximum seconds of a phase (save, …); then ranks print stacks and exit
+    stall_limit: Positive = 3600.0  # maximum seconds without progress of any rank; then all ranks exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
     # fmt: on

@@ -5,7 +5,6 @@ FSDP2 (fully_shard) shards parameters over all ranks, or over groups of --shard_
 
 import contextlib
 import datetime
-import faulthandler
 import logging
 import os
 import pickle
@@ -40,6 +39,9 @@ from configs import UserError, explained, require, short_hash
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
 WAIT = 10.0  # seconds after which a rank says for which ranks it waits
+# Time limit of a collective. A rank may wait for another rank's rollout for hours. guard.watch ends hung
+# runs.
+LONGEST_WAIT = datetime.timedelta(days=1)
 Device = torch.device | str
 # [minibatch][rank][pack]: indices among the samples of all ranks
 Layout = list[list[list[list[int]]]]
@@ -70,7 +72,7 @@ def launch(ranks: int) -> int | str:
     os.environ["TORZ_LAUNCHED"] = ""
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     # torchrun would handle signals that nohup ignores.
-    handled = [signal.SIGTERM, signal.SIGINT, *not_ignored()]
+    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *not_ignored()]
     signals = ",".join(number.name for number in handled)
     options = [
         "--standalone",
@@ -128,12 +130,13 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
-        # Longer than stall_limit, so that guard.watch, which prints the stacks, ends a hung run first.
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         # A process alone needs no network.
         store = td.HashStore() if size == 1 else fresh_store(rank, size, timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        td.init_process_group(backend, timeout=timeout, rank=rank, world_size=size, store=store)
+        td.init_process_group(
+            backend, timeout=LONGEST_WAIT, rank=rank, world_size=size, store=store
+        )
         # Without this barrier, a rank that ends early, by a user's mistake, would break the connections that
         # slower ranks are still making.
         td.all_reduce(torch.zeros(1))
@@ -206,7 +209,7 @@ def neighbours(count: int) -> td.ProcessGroup | None:
     Every rank must call this function."""
     if count == 1:
         return None
-    mine, _ = td.new_subgroups(count, backend="gloo")
+    mine, _ = td.new_subgroups(count, timeout=LONGEST_WAIT, backend="gloo")
     return mine
 
 
@@ -642,8 +645,10 @@ class Phase:
     """The current phase of this rank: a named part of a step, such as "rollout"."""
 
     name: str = "start"
-    began: float = float("inf")  # time.perf_counter() at the start; infinite between phases
-    limit: float = 0.0  # maximum seconds of a phase; 0: no limit
+    watched: bool = False  # whether this rank is inside `watched`
+    steps: int = 0  # how often this rank has called `progress`
+    runs: int = 0  # number of runs of this process that have ended
+    limit: float = 0.0  # maximum seconds without progress; 0: no thread of guard.watch looks yet
     grace: float = float("inf")  # maximum seconds from a signal to the end of the run
 
 
@@ -651,27 +656,35 @@ CURRENT = Phase()
 SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds
 
 
+def progress() -> None:
+    """Restart the time limit of guard.watch, on all ranks. Called for each phase, decoding step and pack."""
+    CURRENT.steps += 1
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Context manager and decorator. Inside it, guard.watch ends the run if no rank makes progress."""
+    outer = CURRENT.watched
+    CURRENT.name = name
+    CURRENT.watched = True
+    progress()
+    try:
+        yield
+        CURRENT.name = f"after {name}"  # not after an error, whose report names the phase
+    finally:
+        CURRENT.watched = outer
+
+
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
     """Context manager and decorator. Adds the seconds of a phase, including the GPU's work, to SECONDS. The
     parts of the start have names such as "start/models"."""
     start = time.perf_counter()
-    CURRENT.name = name
-    CURRENT.began = start
-    # While C code holds the GIL, the thread of guard.watch can't end a hung process. This timer can.
-    if CURRENT.limit:
-        seconds = 1.2 * CURRENT.limit + 30
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    try:
-        with torch.profiler.record_function(name):
-            yield
-    finally:
+    with watched(name), torch.profiler.record_function(name):
+        yield
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        faulthandler.cancel_dump_traceback_later()
-        CURRENT.name = f"after {name}"
-        CURRENT.began = float("inf")
-        SECONDS[name] += time.perf_counter() - start
+    SECONDS[name] += time.perf_counter() - start
 
 
 def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int]:
@@ -721,5 +734,13 @@ stop_signal: list[Any] = []
 
 
 def stop_requested() -> bool:
-    """Returns whether any rank got a signal to stop. All ranks must call this function."""
-    return bool(all_max(torch.tensor(len(stop_signal))))
+    """Returns whether any rank got a signal to stop. All ranks must call this function. It waits for the
+    slowest rank."""
+    found = torch.tensor(len(stop_signal))
+    if td.is_initialized():
+        work = td.all_reduce(found, td.ReduceOp.MAX, async_op=True)
+        # Python handles no signal inside work.wait().
+        while not work.is_completed():
+            time.sleep(0.001)
+        work.wait()  # raises an error if a rank has ended
+    return bool(found)

@@ -154,7 +154,15 @@ class Engine(abc.ABC):
         version: step of the weights; a subclass must first call self.check(version)
         top_p: nucleus sampling; 1: all tokens
 
+        A subclass must call self.goes_on() before each decoding step, and end if it returns False.
+
         With --tp, all ranks of one engine call `generate` at the same time, each with its own requests."""
+
+    def goes_on(self) -> bool:
+        """Returns whether to sample on: False after a signal to stop. With --tp it is always True, because
+        the engine's other ranks would wait for ever. Also restarts the time limit of guard.watch."""
+        dist.progress()
+        return self.cfg.tp > 1 or not dist.stop_signal
 
     def unload(self) -> None:  # noqa: B027  not abstract, because some engines have nothing to free
         """Free memory at the end of `awake`."""
@@ -171,7 +179,10 @@ class Engine(abc.ABC):
         self.version = version
         self.ledger.begin()
         try:
-            with self.engine_errors(f"to load the weights of step {version}"):
+            with (
+                dist.watched("load"),
+                self.engine_errors(f"to load the weights of step {version}"),
+            ):
                 stream = self.checked_weights(weights)
                 self.load(stream)
                 # Read `stream` to its end, because checked_weights looks for missing weights only there.
@@ -186,6 +197,7 @@ class Engine(abc.ABC):
         else:
             self._sleep()
 
+    @dist.watched("unload")
     def _sleep(self):
         self.version = None
         self.ledger.mark("sampled")

@@ -637,6 +637,7 @@ class PackModel(nn.Module):
     def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
         """Returns (n, D): for each index i in `at` (n,), the last layer's hidden state at the token before i.
         A head computes the log-prob of token i, or a value, from this hidden state."""
+        dist.progress()
         segments = Segments(
             pack.cu_seqlens,
             pack.longest,

@@ -171,11 +171,9 @@ class Trajectories:
         for arrived in dist.exchange(outgoing):
             self.add(arrived)
 
-    def sample_round(self) -> bool:
-        """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens.
-
-        Returns False if a signal has aborted the round, else True. With --tp, a signal aborts no round,
-        because the engine's other ranks would wait for ever."""
+    def sample_round(self) -> None:
+        """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. A
+        signal may abort the round (see Engine.goes_on)."""
         before = dict(self.open)
         requests = {}
         limits = {}
@@ -195,14 +193,11 @@ class Trajectories:
         ):
             if self._take(before[s.key], s):
                 self.progress()
-                if dist.stop_signal and self.cfg.tp == 1:
-                    return False
         if self.waiting:
             self.results |= self.grader.results()
             for key in sorted(self.waiting):
                 self._continue(self.waiting.pop(key), self.results.pop(key))
         self.rounds += 1
-        return True
 
     def _take(self, before, new):
         """Append `new`, the tokens of this round, to the trajectory `before`. Returns True if the turn
@@ -359,6 +354,8 @@ def rollout(
         prompt's number in the run (data.numbers_at).
     progress: called when a turn ends.
     carried: in training, result 2 of the previous step's call, or () without --carry. None in evaluation."""
+    if dist.stop_requested():
+        return [], []
     cfg = engine.cfg
     training = carried is not None
     carries = training and cfg.carry > 0
@@ -373,7 +370,7 @@ def rollout(
     trajectories.add(carried or ())
     begin_and_move(trajectories, carries)
     chosen = sample_until_enough(trajectories, carries)
-    if any(dist.gather(chosen is None)):
+    if dist.stop_requested():  # some ranks have aborted
         return [], []
     samples = []
     left = list(trajectories.open.values())  # with --carry, for later steps
@@ -423,12 +420,12 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
     in_lockstep = trajectories.round_len > 0
     gather = dist.gather if in_lockstep else trajectories.engine.gather
     while True:
-        aborted = not trajectories.sample_round()
-        # With --round_len, the ranks exchange data after each round, so all ranks must stop together, also
-        # those that did not abort.
+        trajectories.sample_round()
+        stops = not trajectories.engine.goes_on()
+        # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
         if in_lockstep:
-            aborted = dist.stop_requested()
-        if aborted:
+            stops = dist.stop_requested()
+        if stops:
             return None
         open_keys = gather(sorted(trajectories.open))
         finished = gather(list(trajectories.finished))

@@ -107,7 +107,7 @@ def main(cfg: Config) -> bool:
     Raises UserError, with the same text on all ranks."""
     run = prepare(cfg)
     try:
-        with run.log, run.grader, handle_signals(cfg.grace):
+        with run.log, run.grader, handle_signals(cfg.grace), dist.watched("training"):
             done = train(run)
             if done:
                 finish(run)

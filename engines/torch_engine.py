@@ -606,7 +606,7 @@ class TorchEngine(Engine):
         slots = self._allocate(waiting)
         self._fill(slots, waiting, key)
         seen = 0  # number of slots that have decoded since the last look
-        while slots.responses:
+        while slots.responses and self.goes_on():
             if slots.is_paged:
                 # Copy the earlier steps' tokens while the GPU runs the next steps, so that it never waits.
                 read = slots.copy(seen)

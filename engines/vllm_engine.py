@@ -120,7 +120,7 @@ class VLLMEngine(Engine):
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
         self._enqueue(queued, temperature, key, top_p)
-        while self.running:
+        while self.running and self.goes_on():
             with self.engine_errors(f"to sample with the weights of step {version}"):
                 ended = self._step()
             for k, ids, logp, stopped in ended:

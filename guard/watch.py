@@ -1,4 +1,4 @@
-"""Ends a process that hangs, turns a signal such as ctrl-C into a request to save and stop, and prints why a
+"""Ends a run that hangs, turns a signal such as ctrl-C into a request to save and stop, and prints why a
 process crashed."""
 
 import contextlib
@@ -12,6 +12,8 @@ import time
 import traceback
 from collections.abc import Iterator
 
+import torch.distributed as td
+
 from configs import printable, tell_torchrun
 from dist import CURRENT, not_ignored, stop_signal
 
@@ -19,32 +21,69 @@ from dist import CURRENT, not_ignored, stop_signal
 def watch(limit: float) -> None:
     """Start a thread that ends the process, with status 1, in two cases:
 
-    - A phase takes longer than `limit` seconds. The thread first prints this process's stacks. All ranks are
-      in the same phase, so each ends itself.
-    - A signal came, and the run has not ended --grace seconds later (see `handle_signals`)."""
+    - No rank has made progress for `limit` seconds (see dist.progress). The thread first prints this
+      process's stacks. Each rank ends itself.
+    - A signal came, and the run has not ended --grace seconds later (see `handle_signals`).
+
+    The threads of all ranks tell each other of progress and signals. So a rank may wait for other ranks as
+    long as one of them makes progress, and a signal to one rank stops all."""
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
+    store = td.HashStore()
+    if td.is_initialized():
+        # A connection of its own, because other threads may wait in the store.
+        store = td.distributed_c10d._get_default_store().clone()
+    # No daemon: if Python ended while a thread is inside the store's C++ code, the process would crash.
+    threading.Thread(target=look, args=[store, limit], name="watch").start()
 
-    def look():
-        while time.perf_counter() - CURRENT.began < limit:
-            time.sleep(0.2)
-            signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
-            if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
-                print(
-                    f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
-                    f"{CURRENT.name} has not ended: this process ends without saving",
-                    file=sys.stderr,
-                )
-                os._exit(1)
-        print_stacks(
-            f"stalled: phase {CURRENT.name} took more than {limit:.0f} s (--stall_limit); "
-            f"the stacks of this process on {os.uname().nodename}:"
-        )
-        time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
-        os._exit(1)
 
-    threading.Thread(target=look, daemon=True, name="watch").start()
+def look(store: td.Store, limit: float) -> None:
+    """The thread of `watch`. store: shared by all ranks"""
+    told = heard = 0  # steps of this rank, and of all ranks (see dist.progress)
+    moved = time.perf_counter()
+    while time.perf_counter() - moved < limit:
+        # While C code holds the GIL, or if the store's machine is lost, this thread hangs. This timer can
+        # still end the process.
+        seconds = 1.2 * limit + 30
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        time.sleep(0.5)
+        if not threading.main_thread().is_alive():
+            return
+        steps = CURRENT.steps
+        try:
+            total = store.add("torz/steps", steps - told)
+            share_stop(store)
+        except RuntimeError:  # the process that has the store has ended
+            store = td.HashStore()
+            continue
+        told = steps
+        if total != heard or not CURRENT.watched:
+            heard = total
+            moved = time.perf_counter()
+        signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
+        if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
+            print(
+                f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
+                f"{CURRENT.name} has not ended: this process ends without saving",
+                file=sys.stderr,
+            )
+            os._exit(1)
+    print_stacks(
+        f"stalled: no rank made progress for {limit:.0f} s (--stall_limit); this one was in "
+        f"phase {CURRENT.name}; the stacks of this process on {os.uname().nodename}:"
+    )
+    time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
+    os._exit(1)
+
+
+def share_stop(store: td.Store) -> None:
+    """Tell the other ranks of a signal to this rank, or hear of a signal to another rank."""
+    key = f"torz/stop/{CURRENT.runs}"
+    if stop_signal:
+        store.set(key, "")
+    elif store.check([key]):
+        request_stop("a signal to another rank")
 
 
 def print_stacks(head: str) -> None:
@@ -66,22 +105,14 @@ def handle_signals(grace: float) -> Iterator[None]:
     body still runs `grace` seconds after the signal, the thread of `watch` ends the process with status 1. A
     second ctrl-C ends the process at once, also with status 1."""
     CURRENT.grace = grace
+    times = []  # of the signals to this process
 
-    # The handler must take no lock. A second signal can interrupt it, and the second call would wait forever
-    # for the first call's lock.
     def request(number, frame):
-        now = time.monotonic()
+        times.append(time.monotonic())
         if not stop_signal:
-            stop_signal.extend((signal.Signals(number).name, now))
-            if os.environ.get("RANK", "0") == "0":
-                text = (
-                    f"\n{stop_signal[0]}: the run saves and stops when phase {CURRENT.name} ends, "
-                    f"in at most {grace:.0f} s; a second ctrl-C ends it without saving\n"
-                )
-                with contextlib.suppress(OSError):  # the terminal was closed
-                    os.write(2, text.encode())
+            request_stop(signal.Signals(number).name)
         # torchrun repeats the first ctrl-C, so a second ctrl-C within 2 seconds is ignored.
-        elif number == signal.SIGINT and now - stop_signal[1] > 2:
+        elif number == signal.SIGINT and times[-1] - times[0] > 2:
             os._exit(1)
 
     before = {
@@ -93,7 +124,23 @@ def handle_signals(grace: float) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        CURRENT.runs += 1
         stop_signal.clear()
+
+
+def request_stop(name: str) -> None:
+    """Ask this rank to stop (see dist.stop_requested). Rank 0 prints a line.
+
+    This function must take no lock. A second signal can interrupt it, and the second call would wait forever
+    for the first call's lock."""
+    stop_signal.extend((name, time.monotonic()))
+    if os.environ.get("RANK", "0") == "0":
+        text = (
+            f"\n{name}: the run saves and stops when phase {CURRENT.name} ends, "
+            f"in at most {CURRENT.grace:.0f} s; a second ctrl-C ends it without saving\n"
+        )
+        with contextlib.suppress(OSError):  # the terminal was closed
+            os.write(2, text.encode())
 
 
 def report_crash() -> None:

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 import torch
 import torch.utils.tensorboard  # noqa: F401  loaded once here, not in each forked rank
-from conftest import Operations
+from conftest import Operations, wait_until
 from torch.distributed.tensor import DTensor
 
 from configs import UserError, parse
@@ -32,7 +32,7 @@ from guard import start
 from guard.checks import case_of, check_gold
 from guard.selfcheck import selfcheck
 from guard.start import load_models
-from guard.watch import watch
+from guard.watch import handle_signals, watch
 from rollout import Sampling, load_sets, make_grader, rollout
 
 
@@ -315,13 +315,41 @@ def stalled() -> None:
     def hang() -> None:
         time.sleep(1000)
 
-    dist.init("cpu", "float32", stall_limit=3.0)
-    watch(3.0)
+    dist.init("cpu", "float32")
+    watch(5.0)
     with dist.phase("grading"):
         if os.environ["RANK"] == "1":
             hang()
     with dist.phase("waiting"):
         dist.all_sum(torch.ones(1))
+
+
+def patient() -> None:
+    """Rank 0 waits 9 seconds for rank 1, which makes progress. The limit is 6 seconds."""
+    dist.init("cpu", "float32")
+    watch(6.0)
+    with dist.phase("rollout"):
+        for _ in range(90 * int(os.environ["RANK"])):
+            dist.progress()
+            time.sleep(0.1)
+        dist.all_sum(torch.ones(1))
+
+
+def hears() -> list[bool]:
+    """Two runs. In the first, rank 0 gets SIGUSR1 while it waits for rank 1. Returns for each run: whether
+    this rank heard of the signal before both ranks met, and the answer of dist.stop_requested."""
+    dist.init("cpu", "float32")
+    watch(1000.0)
+    found = []
+    for seconds in (60.0, 2.0):
+        with handle_signals(grace=600.0):
+            if os.environ["RANK"] == "0":
+                if not found:
+                    threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            else:
+                found.append(wait_until(lambda: dist.stop_signal, seconds))
+            found.append(dist.stop_requested())
+    return found
 
 
 def resampled(cfg) -> dict:

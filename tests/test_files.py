@@ -506,6 +506,25 @@ def test_the_launcher_goes_on_under_nohup_and_needs_no_name_of_its_host(tmp_path
     assert process.returncode == 0 and said.split() == ["end"] * 2
 
 
+def test_the_launcher_passes_sigusr1_on(tmp_path):
+    """Launches two small ranks, which end when they get the signal."""
+    (tmp_path / "rank.py").write_text("import os, signal, time\nfrom pathlib import Path\n"
+                                      "def hear(*_):\n    Path('heard' + os.environ['RANK']).touch()\n"
+                                      "    os._exit(0)\n\nsignal.signal(signal.SIGUSR1, hear)\n"
+                                      "print(os.getpid(), flush=True)\nwhile True:\n    time.sleep(0.02)\n")
+    (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    try:
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(300) == 128 + signal.SIGUSR1
+        assert (tmp_path / "heard0").exists() and (tmp_path / "heard1").exists()
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("environment,words", [
     ({"RANK": "x"}, "RANK is set, but RANK is 'x'"), ({"RANK": "0"}, "but WORLD_SIZE is ''"),
     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "but MASTER_ADDR is ''")])

@@ -1,13 +1,16 @@
 """Tests of the torch engine's slots and pages, without a GPU: families.paged_attention replaces the kernel.
 tests/test_z_engines.py tests both engines' contract."""
 
+import contextlib
 import dataclasses
 
 import families
 import numpy as np
 import pytest
+import ranks
 import torch
 
+import data
 import dist
 import model
 from configs import PRESETS
@@ -141,6 +144,50 @@ def test_a_prompt_is_read_once_and_its_full_pages_are_shared(case):
         uses = sorted(engine.slots.cache.uses)
         assert uses[-3:] == [7, 7, 7] and sum(uses) - 3 * 7 == 7 * 2 and max(uses[:-3]) == 1
         stream.close()
+
+
+@pytest.mark.parametrize("page", [0, 8])
+def test_a_signal_ends_sampling_although_no_response_ends(case, page, monkeypatch):
+    """The other response is not finished, and the engine can be used again."""
+    engine, limits = make_engine(case, page, look=1), {(0, 0): 1, (1, 0): 24}
+    requests = {k: case[3][k[0]] for k in limits}
+    whole = sampled(engine, case, requests, limits)
+    assert len(whole[1, 0].ids) > 8
+    with engine.awake(dist.full_weights(case[2]), VERSION):
+        stream = engine.generate(requests, limits, 1.0, KEY, VERSION)
+        steps = dist.CURRENT.steps
+        assert next(stream).key == (0, 0) and dist.CURRENT.steps > steps  # of guard.watch's clock
+        monkeypatch.setattr(dist, "stop_signal", ["SIGTERM", 0.0])
+        assert list(stream) == []
+    monkeypatch.undo()
+    again = sampled(engine, case, requests, limits)
+    assert all(again[k].ids.tolist() == whole[k].ids.tolist() for k in limits)
+
+
+def test_a_hung_engine_is_in_a_phase(case, monkeypatch):
+    """Waking, the sync of weights and falling asleep are watched, also inside another phase."""
+    engine, seen = make_engine(case), []
+
+    def weights():
+        for pair in dist.full_weights(case[2]):
+            seen.append((dist.CURRENT.name, dist.CURRENT.watched))
+            yield pair
+
+    monkeypatch.setattr(engine, "unload", lambda: seen.append((dist.CURRENT.name, dist.CURRENT.watched)))
+    for outer in (contextlib.nullcontext(), dist.watched("outer")):
+        with outer, engine.awake(weights(), VERSION):
+            watched = dist.CURRENT.watched
+        assert {*seen[:-1]} == {("load", True)} and seen[-1] == ("unload", True)
+        seen.clear()
+    assert watched and not dist.CURRENT.watched
+
+
+def test_each_pack_restarts_the_clock(case):
+    samples = ranks.make_samples(8, vocabulary=90)
+    before = dist.CURRENT.steps
+    for _ in range(3):
+        case[2](data.pack(samples), 1.0)
+    assert dist.CURRENT.steps == before + 3
 
 
 def test_first_tokens_have_the_policys_probabilities(case):

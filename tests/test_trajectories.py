@@ -152,6 +152,15 @@ def test_a_round_as_long_as_a_response_deals_samples_once(folders):
         assert sorted(sum((only for (only,) in rounds), [])) == [(i, j) for i in range(4) for j in range(3)]
 
 
+def test_a_rollout_after_a_signal_samples_nothing(tiny, monkeypatch):
+    """So no evaluation set is sampled after a signal."""
+    engine, problems = setup(tiny)
+    monkeypatch.setattr(engine, "generate", None)
+    monkeypatch.setattr(dist, "stop_signal", ["SIGTERM", 0.0])
+    sampling = rollout.Sampling(3, 1.0, 30, (0,), 0)
+    assert rollout.rollout(engine, None, {0: problems[0]}, sampling) == ([], [])
+
+
 def test_every_token_is_of_the_weights_it_says(folders, six_steps):
     """A token's version is the step whose weights sampled it. With the weights of that step, the trainer and
     the engine compute the same log-prob."""

@@ -184,6 +184,23 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
         assert s.stopped == (whole[k].stopped and len(whole[k].ids) <= limits[k])
 
 
+def test_a_signal_ends_sampling_although_no_response_ends(engine, policy, prompts, monkeypatch):
+    """The other response is not finished, and the engine can be used again."""
+    whole = generate(engine, policy, prompts, n=1)
+    longest = max(whole, key=lambda k: len(whole[k].ids))
+    first = min(whole.keys() - {longest})
+    limits = {first: 1, longest: 24}
+    requests = {k: prompts[k[0]] for k in limits}
+    with engine.awake(dist.full_weights(policy), version=3):
+        stream = engine.generate(requests, limits, 1.0, OPTIONS["key"], 3)
+        assert next(stream).key == first and len(whole[longest].ids) > 8
+        monkeypatch.setattr(dist, "stop_signal", ["SIGTERM", 0.0])
+        assert list(stream) == []
+    monkeypatch.undo()
+    again = generate(engine, policy, prompts, n=1)
+    assert all(again[k].ids.tolist() == whole[k].ids.tolist() for k in whole)
+
+
 def test_prompts_may_have_more_tokens_than_an_engine_reads_at_once(engine, policy):
     """vLLM on a CPU reads up to 4,096 tokens in a step, so some prompts must wait."""
     length = CFG.model_len - 8
