@@ -737,7 +737,7 @@ def stop_requested() -> bool:
     """Returns whether any rank got a signal to stop. All ranks must call this function. It waits for the
     slowest rank."""
     found = torch.tensor(len(stop_signal))
-    if td.is_initialized():
+    if td.is_initialized() and td.get_world_size() > 1:
         work = td.all_reduce(found, td.ReduceOp.MAX, async_op=True)
         # Python handles no signal inside work.wait().
         while not work.is_completed():
