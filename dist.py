@@ -39,8 +39,8 @@ from configs import UserError, explained, require, short_hash
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 T = TypeVar("T")
 WAIT = 10.0  # seconds after which a rank says for which ranks it waits
-# Time limit of a collective. A rank may wait for another rank's rollout for hours. guard.watch ends hung
-# runs.
+# Added to the time limit of a collective, because a rank may wait for another rank's rollout for hours.
+# guard.watch ends hung runs earlier.
 LONGEST_WAIT = datetime.timedelta(days=1)
 Device = torch.device | str
 # [minibatch][rank][pack]: indices among the samples of all ranks
@@ -135,7 +135,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         store = td.HashStore() if size == 1 else fresh_store(rank, size, timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         td.init_process_group(
-            backend, timeout=LONGEST_WAIT, rank=rank, world_size=size, store=store
+            backend, timeout=timeout + LONGEST_WAIT, rank=rank, world_size=size, store=store
         )
         # Without this barrier, a rank that ends early, by a user's mistake, would break the connections that
         # slower ranks are still making.

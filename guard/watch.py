@@ -45,8 +45,7 @@ def look(store: td.Store, limit: float) -> None:
     while time.perf_counter() - moved < limit:
         # While C code holds the GIL, or if the store's machine is lost, this thread hangs. This timer can
         # still end the process.
-        seconds = 1.2 * limit + 30
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(1.2 * limit + 30, exit=True, file=sys.__stderr__)
         time.sleep(0.5)
         if not threading.main_thread().is_alive():
             return
