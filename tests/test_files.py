@@ -12,6 +12,7 @@ import signal
 import stat
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,7 @@ def test_json_of_the_wrong_shape_is_one_line(two_ranks, tmp_path, text):
 
     def generation():
         (tmp_path / "generation_config.json").write_bytes(text)
-        eos_ids(str(tmp_path), make(), None)
+        eos_ids(str(tmp_path), make(), types.SimpleNamespace(vocab_size=1000))
 
     for look in (carried, state, complete, lock, generation):
         with contextlib.suppress(UserError):

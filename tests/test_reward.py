@@ -670,6 +670,7 @@ def test_no_process_outlives_a_killed_trainer(custom, held):
 def errors_of_starts(cfg, count: int) -> list[str]:
     """Starts a run in this process, as in a notebook. No grading server may outlive a start that failed."""
     found = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore ctrl-C
     for _ in range(count):
         with pytest.raises((UserError, KeyboardInterrupt)) as error:
             train.prepare(cfg)
