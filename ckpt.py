@@ -25,7 +25,6 @@ Usage:
 RUN is a run's folder, such as runs/tiny-ppo. If the base model was moved, add --model PATH at the end.
 """
 
-import datetime
 import errno
 import fcntl
 import fnmatch
@@ -260,7 +259,7 @@ class Saver:
         # The thread that saves needs its own process group. In the default group, its collectives would mix
         # with the collectives of training. Its time limit is long, because an upload in `publish` may take
         # hours. If the upload hangs, guard.watch ends the run, because the next save waits for it.
-        self.group = td.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+        self.group = td.new_group(backend="gloo", timeout=dist.LONGEST_WAIT)
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
         self.in_flight: Future[None] | None = None

@@ -384,7 +384,7 @@ x\ne2 ~ \mathbb{R}-\{2\} ~ ⟨-\infty,2⟩\cup(2,\infty) ~~ \mathbb{R}-\{3\}
 \text{Yes, it is possible} ~ Yes ~ yes. ~ \text{Yes, such a set exists.} ~~ No ~ Yes or no ~ Yes, but not 3
 \max=5,\min=-3 ~ \text{maximum } 5, \text{minimum } -3 ~ minimum value -3; maximum value 5 ~~ \max=-3,\min=5
 (1) $a=2$; (2) $b=5$ ~ a=2, b=5 ~ (1) a=2 (2) b=5 ~~ a=5,b=2 ~ a=2 ~ (1)(2)
-1, 2, \ldots, 6 ~ 1,2,3,4,5,6 ~ 1,2,3,...,6 ~~ 1,2,6 ~ 1,2,\ldots,7
+1, 2, \ldots, 6 ~ 1,2,3,4,5,6 ~ 1,2,3,...,6 ~~ 1,2,6 ~ 1,2,\ldots,7 ~ 1,2,\ldots,10^9
 a=b=c=1 ~ (a,b,c)=(1,1,1) ~ a=1,b=1,c=1 ~~ a=b=1 ~ a=b=c=2
 A\cap B=\{2,4\} ~ \{2,4\} ~~ \{2\}
 (a,b)=(3,5) ~ (3,5) ~ a=3,b=5 ~~ \{3,5\} ~ (5,3)
@@ -500,7 +500,8 @@ def test_rewrites_equal_one_another(right):
     r"\frac{", r"\frac1", r"\over", "{\\over", "_", "^", "9" * 50, r"\begin{pmatrix}", "&", r"\\", "½",
     "√(", "^(", ":1", "|", "**", r"\boxed{", r"\sin 1°", r"\sin ", r"\pmod", r"1\pmod7", r"\{1\}\setminus",
     "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",
-    r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$"])
+    r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$", "(1) a 2", "A,", "a=",
+    "max ", r"1,2,\ldots,", r"33\ldots", "0{,}", r"\text{yes, }", r"\{\begin{matrix}", r"\begin{cases}a,b\\", "5 m/s"])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """Nothing limits quick_grade's time in the trainer. The steps of regular expressions grow at most with
     the square of the length. So 2,000 characters, the longest answer, need less than 10^8 steps."""
