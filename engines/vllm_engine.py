@@ -248,7 +248,11 @@ def paged_kernel():
         "torch 2.13 or newer, or vllm, whose kernel is then used",
         ImportError,
     ):
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import (
+            flash_attn_varlen_func,
+            is_fa_version_supported,
+        )
+    version = 3 if is_fa_version_supported(3) else 2  # FlashAttention 3 runs on H100 and H200 only
 
     def kernel(query, keys, values, cu_seqlens, longest, scaling, window, **pages):
         limits = [window - 1, 0] if window else None
@@ -262,6 +266,7 @@ def paged_kernel():
             softmax_scale=scaling,
             causal=True,
             window_size=limits,
+            fa_version=version,
             **pages,
         )
 
