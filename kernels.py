@@ -1,10 +1,13 @@
-"""Triton kernels for GPUs: the output layer's log-probs and entropies, and the gated MLP's activation.
+"""Triton kernels for GPUs: the output layer's log-probs and entropies, the gated MLP's activation, rotary
+embeddings, and a token's draw.
 
 PyTorch would read and write the large tensors of these formulas up to ten times. Each kernel reads its inputs
-once and writes its outputs once. All sums are fp32.
+once and writes its outputs once. Sums are fp32 where nothing else is said.
 
 model.py imports this file only for tensors on a GPU, because CPU builds of torch have no Triton. The same
-formulas stand in model.py, in PyTorch, for CPUs."""
+formulas stand in model.py and engines/torch_engine.py, in PyTorch, for CPUs."""
+
+import math
 
 import torch
 import triton
@@ -13,6 +16,7 @@ from torch import Tensor
 
 BLOCK = 8192  # logits that one program of the output layer reads at a time
 COLUMNS = 2048  # columns of the MLP that one program reads
+PIECE = 4096  # logits of a piece of the vocabulary, see `draw`
 
 
 @triton.jit
@@ -204,3 +208,252 @@ def layout(x: Tensor) -> tuple[tuple[int, int], int, int]:
     n, width = rows.shape
     grid = n, triton.cdiv(width, COLUMNS)
     return grid, rows.stride(0), width
+
+
+# --- sampling
+
+
+@triton.jit
+def _pieces(
+    z,
+    largest,
+    sums,
+    V,
+    pieces,
+    PIECE: tl.constexpr,
+):
+    """One program reads one piece of one row of z (n, V)."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    i = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(z + row * V + i, mask=i < V, other=-float("inf"))
+    m = tl.max(x, 0)
+    shift = tl.where(m == -float("inf"), 0.0, m)  # no logit of this piece is in the nucleus
+    at = row * pieces + piece
+    tl.store(largest + at, m)
+    tl.store(sums + at, tl.sum(tl.exp(x - shift), 0))
+
+
+@triton.jit
+def _first(cumulative, drawn, p, i):
+    """Returns the first of the places i whose cumulative sum exceeds `drawn`. A rounding error must not choose
+    a place with p = 0, nor none."""
+    last = tl.max(tl.where(p > 0, i, 0), 0)
+    return tl.min(tl.where((cumulative > drawn) & (p > 0), i, last), 0)
+
+
+@triton.jit
+def _draw(
+    z,
+    u,
+    largest,
+    sums,
+    token,
+    logp,
+    V,
+    pieces,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """One program draws the token of one row: first its piece of the vocabulary, then its place there."""
+    row = tl.program_id(0).to(tl.int64)
+    z += row * V
+    j = tl.arange(0, PIECES)
+    at = row * pieces + j
+    m = tl.load(largest + at, mask=j < pieces, other=-float("inf"))
+    s = tl.load(sums + at, mask=j < pieces, other=0.0)
+    top = tl.max(m, 0)
+    p = (s * tl.exp(m - top)).to(tl.float64)
+    total = tl.sum(p, 0)
+    drawn = tl.load(u + row) * total
+    piece = _first(tl.cumsum(p, 0), drawn, p, j)
+    drawn -= tl.sum(tl.where(j < piece, p, 0.0), 0)
+    i = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(z + i, mask=i < V, other=-float("inf"))
+    p = tl.exp(x - top).to(tl.float64)
+    chosen = _first(tl.cumsum(p, 0), drawn, p, i)
+    tl.store(token + row, chosen.to(tl.int64))
+    y = tl.load(z + chosen) - top
+    tl.store(logp + row, y - tl.log(total.to(tl.float32)))
+
+
+def draw(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns tokens (n,) drawn from softmax(z), for fp32 logits z (n, V), and their log-probs (n,) in nats.
+    The logits are read once, and one piece of them a second time. Probabilities are added in fp64.
+
+    u (n,): uniform random numbers in [0, 1), fp64. The token is the first whose cumulative probability
+    exceeds u."""
+    n, V = z.shape
+    pieces = triton.cdiv(V, PIECE)
+    largest, sums = z.new_empty(2, n, pieces)
+    _pieces[n, pieces](
+        z,
+        largest,
+        sums,
+        V,
+        pieces,
+        PIECE=PIECE,
+        num_warps=8,
+    )
+    token = torch.empty(n, dtype=torch.int64, device=z.device)
+    logp = z.new_empty(n)
+    _draw[(n,)](
+        z,
+        u,
+        largest,
+        sums,
+        token,
+        logp,
+        V,
+        pieces,
+        PIECES=triton.next_power_of_2(pieces),
+        PIECE=PIECE,
+        num_warps=8,
+    )
+    return token, logp
+
+
+# --- rotary embeddings
+
+
+@triton.jit
+def _rotated(
+    heads,
+    cos,
+    sin,
+    row,
+    count,
+    rotated,
+    half,
+    h,
+    j,
+):
+    """Returns both halves of the heads of one row of (n, count, 2 half), in fp32, and the places of the first
+    half in `heads`. The first `rotated` heads are rotated, the others are not."""
+    place = (row * count + h) * 2 * half + j
+    inside = (h < count) & (j < half)
+    a = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
+    turns = (h < rotated) & (j < half)
+    angle = row * 2 * half + j
+    cos_a = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+    cos_b = tl.load(cos + angle + half, mask=turns, other=1.0).to(tl.float32)
+    sin_a = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + angle + half, mask=turns, other=0.0).to(tl.float32)
+    return a * cos_a - b * sin_a, b * cos_b + a * sin_b, place
+
+
+@triton.jit
+def _rotate(
+    heads,
+    cos,
+    sin,
+    out,
+    count,
+    half,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HEADS)[:, None]
+    j = tl.arange(0, HALF)[None, :]
+    first, second, place = _rotated(heads, cos, sin, row, count, count, half, h, j)
+    inside = (h < count) & (j < half)
+    tl.store(out + place, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place + half, second.to(out.dtype.element_ty), mask=inside)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns heads (…, H, d), rotated by the angles of their tokens (arXiv 2104.09864). cos, sin: (…, d)."""
+    out = torch.empty_like(heads)
+    *tokens, count, d = heads.shape
+    _rotate[(math.prod(tokens),)](
+        heads,
+        cos,
+        sin,
+        out,
+        count,
+        d // 2,
+        HEADS=triton.next_power_of_2(count),
+        HALF=triton.next_power_of_2(d // 2),
+    )
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    heads,
+    cos,
+    sin,
+    query,
+    keys,
+    values,
+    page,
+    place,
+    of_page,
+    of_head,
+    H,
+    KV,
+    half,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """One program computes one row of heads (n, H + 2 KV, 2 half)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HEADS)[:, None]
+    j = tl.arange(0, HALF)[None, :]
+    first, second, _ = _rotated(heads, cos, sin, row, H + 2 * KV, H + KV, half, h, j)
+    first = first.to(query.dtype.element_ty)
+    second = second.to(query.dtype.element_ty)
+    to = query + (row * H + h) * 2 * half + j
+    inside = j < half
+    of_query = inside & (h < H)
+    tl.store(to, first, mask=of_query)
+    tl.store(to + half, second, mask=of_query)
+    at = tl.load(page + row) * of_page + tl.load(place + row) * 2 * half + j
+    to = keys + at + (h - H) * of_head
+    of_key = inside & (h >= H) & (h < H + KV)
+    tl.store(to, first, mask=of_key)
+    tl.store(to + half, second, mask=of_key)
+    to = values + at + (h - H - KV) * of_head
+    of_value = inside & (h >= H + KV) & (h < H + 2 * KV)
+    tl.store(to, first, mask=of_value)
+    tl.store(to + half, second, mask=of_value)
+
+
+def rotate_and_store(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cached: Tensor,
+    page: Tensor,
+    place: Tensor,
+) -> Tensor:
+    """Returns the rotated queries (n, H, d) of n tokens. Stores their rotated keys and their values in
+    `cached` (2, pages, KV, size, d): token j in page[j], at place[j].
+
+    heads (n, H + 2 KV, d): heads of queries, of keys and of values
+    cos, sin (n, d): of the angles of the tokens' positions"""
+    keys, values = cached
+    n, count, d = heads.shape
+    kv = keys.shape[1]
+    query = heads.new_empty(n, count - 2 * kv, d)
+    of_page, of_head, _, _ = keys.stride()
+    _rotate_and_store[(n,)](
+        heads,
+        cos,
+        sin,
+        query,
+        keys,
+        values,
+        page,
+        place,
+        of_page,
+        of_head,
+        count - 2 * kv,
+        kv,
+        d // 2,
+        HEADS=triton.next_power_of_2(count),
+        HALF=triton.next_power_of_2(d // 2),
+    )
+    return query

@@ -566,11 +566,16 @@ class LMHead(nn.Linear):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the fp32 logits (n, V) of hidden states (n, D)."""
-        return logits_fp32(hidden, self.weight).mul_(self.scale)
+        logits = logits_fp32(hidden, self.weight)
+        if self.scale != 1:
+            logits *= self.scale
+        return logits
 
 
 # --- models
 
+LLAMA_LIKE = ("llama", "qwen2")  # model types whose layers are Llama's, with or without biases
+ROTARY = ("LlamaAttention", "Qwen2Attention")
 
 @cache
 def backbone_class(config_class: type) -> type:
@@ -604,6 +609,8 @@ class PackModel(nn.Module):
                 module.forward = partial(gated_mlp, module)
             if hasattr(module, "A_log"):
                 module.forward = partial(delta_net, module)
+            if name in ROTARY and torch.cuda.is_available():
+                module.forward = partial(rotary_attention, module)
 
     @property
     def base(self) -> "PackModel":
@@ -670,6 +677,44 @@ class PackModel(nn.Module):
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """Returns the RMS norm of x over its last dimension. `norm`: a Hugging Face norm with Llama's formula."""
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def rotary_attention(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """As the forward method of Llama's and Qwen2's attention. On a GPU, one kernel rotates all heads, where
+    transformers launches five for the queries and five for the keys."""
+    *tokens, _ = hidden_states.shape
+    heads = []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        x = getattr(attention, name)(hidden_states)
+        x = x.view(*tokens, -1, attention.head_dim)
+        if name != "v_proj":
+            x = Rotary.apply(x, *position_embeddings)
+        heads.append(x.transpose(1, 2))
+    window = getattr(attention, "sliding_window", None)
+    out, _ = packed_attention(
+        attention, *heads, None, attention.scaling, sliding_window=window, **options
+    )
+    return attention.o_proj(out.flatten(2)), None
+
+
+class Rotary(torch.autograd.Function):
+    """Returns heads (…, H, d), rotated by the angles of their tokens (arXiv 2104.09864), on a GPU.
+    cos, sin: (…, d)."""
+
+    @staticmethod
+    def forward(ctx, heads, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return kernels.rotate(heads, cos, sin)
+
+    @staticmethod
+    def backward(ctx, g):
+        cos, sin = ctx.saved_tensors
+        return kernels.rotate(g.contiguous(), cos, -sin), None, None  # rotated back
 
 
 def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, c
     config = config_of(size, layers, vocab)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.set_default_dtype(torch.bfloat16)
-    model = AutoModelForCausalLM.from_config(config)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes up to a minute
+        model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -37,9 +37,13 @@ from torch import Tensor, nn
 import configs
 from engine import Engine, Key
 from engines import vllm_engine
-from model import Policy, Segments, rms_norm
+from model import LLAMA_LIKE, Policy, Segments, gated, rms_norm
+
+if torch.cuda.is_available():  # CPU builds of torch have no Triton
+    import kernels
 
 LOOK = 8  # decoding steps between two looks of the host
+PREFILL = 16384  # tokens of a pack of prompts, if --pack_len does not say
 
 
 @dataclass(eq=False)
@@ -198,6 +202,16 @@ class Pages(Cache):
         """Store the keys and values (R, Hkv, d) of one new token of each of R responses. Returns the
         attention output (R, H, d) for these tokens. query: (R, H, d)."""
         self.write(layer, key, value)
+        return self.read(layer, query, scaling, window)
+
+    def read(
+        self,
+        layer: int,
+        query: Tensor,
+        scaling: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """Returns the attention output, see `attend`."""
         keys, values = self.layers[layer].transpose(2, 3)
         slots = len(query)
         return self.kernel(
@@ -378,9 +392,6 @@ def torch_kernel(
 # --- the model
 
 
-LLAMA_LIKE = ("llama", "qwen2")  # model types that FusedDecoder can compute itself
-
-
 class FusedDecoder:
     """Computes a decoding step. For the model types LLAMA_LIKE, it needs fewer operations than Policy.hidden,
     and so less time. For other model types, it calls Policy.hidden."""
@@ -399,16 +410,21 @@ class FusedDecoder:
                 gate_up = join(layer.mlp, "gate_proj", "up_proj")
                 self.gate_up.append(gate_up)
 
-    def prepare(self, positions: int) -> None:
-        """Compute the rotary angles of the first `positions` positions."""
+    def prepare(self, positions: int, in_kernel: bool = False) -> None:
+        """Compute the rotary angles of the first `positions` positions.
+
+        in_kernel: whether one kernel rotates queries and keys, and stores keys and values in a Pages"""
         if not self.fused:
             return
+        self.in_kernel = in_kernel
         like = self.policy.lm_head.weight
         position = torch.arange(positions, device=like.device)
-        self.cos, sin = self.policy.model.rotary_emb(like, position[:, None])  # (positions, 1, d)
-        first, second = sin.chunk(2, -1)
-        # With this sign, rotate_half(x) * sin is x.roll(d / 2) * self.sin.
-        self.sin = torch.cat([-first, second], -1)
+        # (positions, 1, d)
+        self.cos, self.sin = self.policy.model.rotary_emb(like, position[:, None])
+        if not in_kernel:
+            first, second = self.sin.chunk(2, -1)
+            # With this sign, rotate_half(x) * sin is x.roll(d / 2) * self.sin.
+            self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
@@ -430,8 +446,7 @@ class FusedDecoder:
             normed = rms_norm(layer.post_attention_layernorm, x)
             both = F.linear(normed, *self.gate_up[i])
             gate, up = both.chunk(2, -1)
-            product = mlp.act_fn(gate).mul_(up)
-            x = x + mlp.down_proj(product)
+            x = x + mlp.down_proj(gated(mlp.act_fn, gate, up))
         return rms_norm(model.norm, x)
 
     def _attention(self, i, attention, x, cos, sin, cache):
@@ -440,6 +455,10 @@ class FusedDecoder:
         kv = self.policy.config.num_key_value_heads
         heads = F.linear(x, *self.qkv[i])
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
+        if self.in_kernel:
+            query = kernels.rotate_and_store(heads, cos, sin, cache.layers[i], *cache.at)
+            out = cache.read(i, query, attention.scaling)
+            return attention.o_proj(out.flatten(1))
         qk = heads[:, :-kv]
         value = heads[:, -kv:]
         turned = qk.roll(d // 2, -1)  # see `prepare`
@@ -639,7 +658,8 @@ class TorchEngine(Engine):
             cache = Rows(self.config, count, columns, count, 1, like)
             return Slots(cache, look=1)
         if self.slots is None:
-            self.decoder.prepare(self.cfg.engine_len)
+            in_kernel = self.device.type == "cuda"
+            self.decoder.prepare(self.cfg.engine_len, in_kernel)
             width = math.ceil(self.cfg.engine_len / self.page)
 
             cache = Pages(
@@ -697,10 +717,11 @@ class TorchEngine(Engine):
 
     def _prefill(self, cache):
         """Compute the keys and values of unread prompts, in packs."""
+        longest = self.cfg.pack_len or PREFILL
         pack = []
         size = 0
         for r in cache.unread:
-            if size + r.read > self.cfg.pack_len:
+            if size + r.read > longest:
                 self._prefill_pack(cache, pack)
                 pack = []
                 size = 0
@@ -872,7 +893,10 @@ def sample_token(
     else:
         if temperature != 1:  # the tensors of a large batch are large, so none is made without need
             logits = logits / temperature
-        logp = nucleus(logits, top_p).log_softmax(-1)
+        logits = nucleus(logits, top_p)
+        if logits.is_cuda:
+            return kernels.draw(logits, u)
+        logp = logits.log_softmax(-1)
         cumulative = logp.exp().double()
         torch.cumsum(cumulative, -1, out=cumulative)
         drawn = u * cumulative[:, -1]

@@ -5,12 +5,14 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+import data
 import model
 
 
@@ -33,6 +35,8 @@ def interpreted():
 def call(name, args):
     import kernels
 
+    if name == "rotated_and_stored":  # in another process: return what it has written
+        return kernels.rotate_and_store(*args), args[3]
     return getattr(kernels, name)(*args)
 
 
@@ -89,6 +93,83 @@ def test_swiglu_equals_pytorch(width, one_matrix, kernels):
     assert (kernels("swiglu", gate, up) - product).abs().max() < 1e-5
     for got, exact in zip(kernels("swiglu_grad", g, gate, up), want, strict=True):
         assert got.shape == gate.shape and (got - exact.grad).abs().max() < 1e-5
+
+
+def test_draws_are_those_of_a_cumulative_sum_in_fp64(kernels):
+    """Half of the random numbers are within 1e-6 of an edge between two tokens, where the neighbour may be
+    drawn. A part of the logits is -inf, as outside a nucleus, in one row all but one."""
+    g = torch.Generator().manual_seed(0)
+    for vocabulary in (1, 300, 4097, 30000):
+        z = 4 * torch.randn(32, vocabulary, generator=g)
+        z[1::2, vocabulary // 3 + 1:] = -torch.inf
+        z[3, 1:] = -torch.inf
+        p = z.double().softmax(-1)
+        edges = p.cumsum(-1)
+        u = torch.rand(32, generator=g, dtype=torch.float64)
+        u[:16] = edges[:16].gather(1, torch.randint(0, vocabulary, (16, 1), generator=g))[:, 0]
+        u = u.clamp(0, 1 - 1e-9)
+        u[4], u[5] = 0, 1 - 2**-53
+        token, logp = kernels("draw", z, u)
+        low = torch.searchsorted(edges, (u - 1e-6)[:, None], right=True)[:, 0]
+        high = torch.searchsorted(edges, (u + 1e-6)[:, None], right=True)[:, 0]
+        assert ((low <= token) & (token <= high)).all()
+        assert (token == low)[low == high].all() and (low == high).sum() > 10
+        of_token = p.gather(1, token[:, None])[:, 0]
+        assert (of_token > 0).all() and (logp - of_token.log()).abs().max() < 1e-5
+
+
+def test_a_draw_from_logits_that_are_no_numbers_is_a_token_without_a_log_prob(kernels):
+    token, logp = kernels("draw", torch.full((2, 5000), torch.nan), torch.rand(2, dtype=torch.float64))
+    assert ((token >= 0) & (token < 5000)).all() and logp.isnan().all()
+
+
+@pytest.mark.parametrize("H,KV,d", [(14, 2, 64), (3, 1, 80), (1, 1, 2)])
+def test_rotated_keys_and_values_are_stored(H, KV, d, kernels):
+    """The reference is transformers' rotary embedding."""
+    from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
+
+    g, n, pages, size = torch.Generator().manual_seed(d), 5, 4, 3
+    heads = torch.randn(n, H + 2 * KV, d, generator=g)
+    angle = torch.randn(n, 1, d // 2, generator=g).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    page, place = torch.tensor([3, 1, 1, 2, 3]), torch.tensor([0, 2, 1, 2, 1])
+    cached = torch.randn(2, pages, KV, size, d, generator=g)
+    query, stored = kernels("rotated_and_stored", heads, cos, sin, cached, page, place)
+    q, k, v = heads.split([H, KV, KV], 1)
+    want = [x[:, :, 0] for x in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin)]
+    torch.testing.assert_close(query, want[0])
+    torch.testing.assert_close(kernels("rotate", q.contiguous(), cos, sin), want[0])
+    back = kernels("rotate", want[0], cos, -sin)  # what the backward pass computes
+    torch.testing.assert_close(back, q)
+    cached[0, page, :, place], cached[1, page, :, place] = want[1], v
+    torch.testing.assert_close(stored, cached)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_attention_with_the_rotary_kernel_equals_that_of_transformers(family, tmp_path, monkeypatch):
+    """The kernel is replaced by transformers' formula; the test above compares both."""
+    from types import SimpleNamespace
+
+    from transformers.models.qwen2.modeling_qwen2 import rotate_half
+
+    folder, results = families.make(tmp_path, family), []
+    g = torch.Generator().manual_seed(0)
+    lengths = [7, 12, 5]
+    p = data.pack([data.Sample(i, 0, (3, 4), torch.randint(5, 90, (n,), generator=g).int().numpy(),
+                               torch.zeros(n).numpy(), True, "", 0) for i, n in enumerate(lengths)])
+    kernels = SimpleNamespace(rotate=lambda x, cos, sin: (
+        x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)))
+    monkeypatch.setattr(model, "kernels", kernels, raising=False)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        policy = model.load_policy(folder)
+        logp, _ = policy(p, 1.0)
+        (logp.sum()).backward()
+        replaced = "rotary_attention" in str(policy.model.layers[0].self_attn.forward)
+        assert replaced == on_gpu
+        results.append([logp.detach(), *(x.grad for x in policy.parameters())])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
