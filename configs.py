@@ -216,7 +216,7 @@ class Config:
     passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs)
 
     # --- sampling and grading
-    engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: vllm on CUDA, torch on a CPU
+    engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: the planned faster one on CUDA, torch on a CPU
     temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of GPU memory that the engine may use while it samples
@@ -486,9 +486,16 @@ class Config:
         return self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
+        """Returns the engine. On a GPU, the plan has replaced `auto` in a run (tools.plan.settle)."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
+
+    def sampler_copies(self, on_gpu: bool) -> int:
+        """Returns how many copies of the fp32 logits an engine's sampler needs."""
+        if not on_gpu or self.engine_kind(on_gpu) != "torch":
+            return 6
+        return 10 if self.eval_top_p < 1 else 3
 
     def check_length(self) -> None:
         """Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given."""
@@ -819,7 +826,7 @@ NODE = 8  # ranks on a usual machine; train.py starts up to this many without to
 # model.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a GPU,
 # because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
-SAMPLER_COPIES = 6  # copies of the fp32 logits in an engine's sampler
+LLAMA_LIKE = ("llama", "qwen2")  # model types whose layers are Llama's, with or without biases
 # Tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
 KV_PAGE = 256
 

@@ -236,8 +236,8 @@ def _pieces(
 
 @triton.jit
 def _first(cumulative, drawn, p, i):
-    """Returns the first of the places i whose cumulative sum exceeds `drawn`. A rounding error must not choose
-    a place with p = 0, nor none."""
+    """Returns the first of the places i whose cumulative sum exceeds `drawn`. A rounding error must not
+    choose a place with p = 0, nor none."""
     last = tl.max(tl.where(p > 0, i, 0), 0)
     return tl.min(tl.where((cumulative > drawn) & (p > 0), i, last), 0)
 
@@ -328,8 +328,8 @@ def _rotated(
     h,
     j,
 ):
-    """Returns both halves of the heads of one row of (n, count, 2 half), in fp32, and the places of the first
-    half in `heads`. The first `rotated` heads are rotated, the others are not."""
+    """Returns both halves of the heads of one row of (n, count, 2 half), in fp32, and the places of the
+    first halves. The first `rotated` heads are rotated, the others are not."""
     place = (row * count + h) * 2 * half + j
     inside = (h < count) & (j < half)
     a = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)

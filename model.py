@@ -574,8 +574,8 @@ class LMHead(nn.Linear):
 
 # --- models
 
-LLAMA_LIKE = ("llama", "qwen2")  # model types whose layers are Llama's, with or without biases
-ROTARY = ("LlamaAttention", "Qwen2Attention")
+ROTARY = ("LlamaAttention", "Qwen2Attention")  # classes whose forward method is `rotary_attention`
+
 
 @cache
 def backbone_class(config_class: type) -> type:

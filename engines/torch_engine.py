@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import configs
 from engine import Engine, Key
 from engines import vllm_engine
-from model import LLAMA_LIKE, Policy, Segments, gated, rms_norm
+from model import Policy, Segments, gated, rms_norm
 
 if torch.cuda.is_available():  # CPU builds of torch have no Triton
     import kernels
@@ -393,13 +393,13 @@ def torch_kernel(
 
 
 class FusedDecoder:
-    """Computes a decoding step. For the model types LLAMA_LIKE, it needs fewer operations than Policy.hidden,
-    and so less time. For other model types, it calls Policy.hidden."""
+    """Computes a decoding step. For the model types configs.LLAMA_LIKE, it needs fewer operations than
+    Policy.hidden, and so less time. For other model types, it calls Policy.hidden."""
 
     def __init__(self, policy: Policy) -> None:
         """Changes the storage of the weights, see `join`."""
         self.policy = policy
-        self.fused = policy.config.model_type in LLAMA_LIKE
+        self.fused = policy.config.model_type in configs.LLAMA_LIKE
         self.qkv = []  # weight and bias of each layer
         self.gate_up = []
         if self.fused:
@@ -689,7 +689,7 @@ class TorchEngine(Engine):
         logits = 4 * self.cfg.max_num_seqs * c.vocab_size
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total
-        room -= weights + configs.SAMPLER_COPIES * logits
+        room -= weights + self.cfg.sampler_copies(True) * logits
         fitting = max(1, int(room) // page_bytes)
         return min(wanted, fitting)
 
@@ -871,7 +871,7 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
         return logits
     ordered, order = logits.sort(-1, descending=True)
     probs = ordered.softmax(-1, torch.float64)
-    before = probs.cumsum(-1) - probs
+    before = probs.cumsum(-1).sub_(probs)
     outside = before >= top_p
     outside = outside.scatter(-1, order, outside)
     return logits.masked_fill(outside, -torch.inf)

@@ -201,8 +201,10 @@ def with_checkpoint(
 
 
 def as_before(cfg: Config, before: Facts) -> Config:
-    """Returns the config with the checkpoint's values in place of --shard_ranks auto and --pack_len 0. So
-    gradients are rounded as before. before: the checkpoint's config"""
+    """Returns the config with the checkpoint's values in place of --engine auto, --shard_ranks auto and
+    --pack_len 0. So numbers are rounded as before. before: the checkpoint's config"""
+    if cfg.engine == "auto":
+        cfg = replace(cfg, engine=before["engine"])
     if cfg.shard_ranks == "auto":
         cfg = replace(cfg, shard_ranks=before["shard_ranks"])
     if cfg.pack_len == 0:

@@ -32,8 +32,8 @@ from configs import (
     CHUNK_BYTES,
     GIB,
     KV_PAGE,
+    LLAMA_LIKE,
     NODE,
-    SAMPLER_COPIES,
     Config,
     UserError,
     gib,
@@ -65,12 +65,13 @@ HOST_COPY = 20e9  # bytes/s between pinned host memory and the device
 PIN = 1.8e9  # bytes/s at which host memory is pinned, in the first step
 PUSH = 125e9  # bytes/s at which vLLM takes new weights
 WAKE = 0.09  # seconds in which vLLM wakes and falls asleep
-# Seconds from the command to the first step, without loading the model. This is a guess: on the H200, an
-# earlier version took 65 s, and three times the CPU time.
-START = 35.0
+# Seconds from the command to the first step with each engine, without loading the model
+START = {"vllm": 33.0, "torch": 12.0}
+# Seconds of a layer in a decode step besides reading and computing, because its kernels are small.
+LAYER_DECODE = 45e-6
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
-DECODE_HOST = {"vllm": (1.1e-3, 16e-6), "torch": (0.1e-3, 0.5e-6)}
+DECODE_HOST = {"vllm": (1.6e-3, 22e-6), "torch": (0.1e-3, 0.5e-6)}
 # Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
 LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
 # Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
@@ -149,6 +150,7 @@ class Shape:
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
     silu: bool = True  # the MLP's activation; others store one more tensor (model.gated_mlp)
+    fused: bool = True  # whether the torch engine's FusedDecoder computes the layers itself
     delta: DeltaNets = DeltaNets()
 
     @property
@@ -247,6 +249,7 @@ def shape_of(config: dict, name: str) -> Shape:
         head_dim=config.get("head_dim") or 0,
         qkv_bias=config.get("attention_bias") or family == "qwen2",
         silu=config.get("hidden_act") == "silu",
+        fused=family in LLAMA_LIKE,
         delta=_delta_nets(config),
     )
 
@@ -492,8 +495,10 @@ def recomputed_layers(case: Case, name: str) -> int:
 
 
 def settle(case: Case) -> Config:
-    """Returns the config with a value in place of `auto` in --shard_ranks and --offload, and of --pack_len 0:
+    """Returns the config with a value in place of `auto` in --engine (on a GPU), --shard_ranks and --offload,
+    and of --pack_len 0:
 
+    engine       see `faster_engine`
     shard_ranks  the ranks of one node, if the run then fits in device and host memory; else 0 (all ranks)
     offload      "off" if the run then fits, else "on"
     pack_len     PACK_LEN tokens, or as many as the longest sample; up to four times as many if that fits and
@@ -501,6 +506,9 @@ def settle(case: Case) -> Config:
 
     If nothing fits, it returns the values that need the least memory."""
     cfg = case.cfg
+    if case.gpu and cfg.engine == "auto":
+        chosen = replace(cfg, engine=faster_engine(case))
+        return replace(case, cfg=chosen).cfg
     shards = [cfg.shard_ranks]
     if cfg.shard_ranks == "auto":
         shards = [0] if case.world % case.local else [case.local, 0]
@@ -534,6 +542,26 @@ def settle(case: Case) -> Config:
         offload=places[-1],
         pack_len=packs[0],
     )
+
+
+def faster_engine(case: Case) -> str:
+    """Returns the engine for --engine auto on a GPU. The torch engine is chosen only where it is planned to
+    be faster by a tenth, which is where vLLM waits for its host. And the run must be like the one that was
+    measured: bf16, a model type that FusedDecoder computes, and no environment (vLLM keeps earlier turns in
+    its cache)."""
+    cfg = case.cfg
+    policy = case.models["policy"]
+    measured = policy.fused and case.number == 2 and not case.state_bytes
+    measured = measured and cfg.tp == 1 and not cfg.env
+    if not (measured and case.timed):
+        return "vllm"
+    times = {}
+    for engine in ("vllm", "torch"):
+        planned = replace(case, cfg=replace(cfg, engine=engine))
+        times[engine] = decode_seconds(planned, *_quarter(cfg))
+        if engine == "torch" and not _leaves_room(planned):
+            return "vllm"
+    return "torch" if times["torch"] < 0.9 * times["vllm"] else "vllm"
 
 
 def _pack_lengths(case):
@@ -697,7 +725,8 @@ def _engine_memory(case):
     rows = cfg.max_num_seqs
     if not case.gpu:
         rows = min(rows, case.responses)
-    buffers = 4 * SAMPLER_COPIES * rows * case.models["policy"].vocab
+    logits = 4 * rows * case.models["policy"].vocab
+    buffers = cfg.sampler_copies(case.gpu is not None) * logits
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.gpu:
         buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
@@ -1018,6 +1047,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     reading = read / speed
     flop = 2 * case.params["policy"] * batch / cfg.tp
     device = max(reading, flop / (MFU * gpu.flops))
+    device += LAYER_DECODE * case.models["policy"].layers
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
@@ -1068,9 +1098,11 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
 def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
+    cfg = case.cfg
     read = case.number * sum(case.params.values()) / case.shards
     pinned = case.offloads * case.state
-    return {"start": START + read / LOAD, "first step, longer by": pinned / PIN}
+    start = START.get(cfg.engine_kind(True), START["vllm"])
+    return {"start": start + read / LOAD, "first step, longer by": pinned / PIN}
 
 
 # --- does it fit?
@@ -1156,8 +1188,8 @@ def verdict(case: Case) -> str:
 
 
 def engine_choice(case: Case) -> str:
-    """Returns a line: the engine that samples, why, and the seconds of a rollout with each engine; "" if the
-    GPU's speeds are unknown."""
+    """Returns a line: the engine that samples, and the seconds of a rollout with each engine; "" if the GPU's
+    speeds are unknown."""
     if not case.timed:
         return ""
     cfg = case.cfg
@@ -1168,11 +1200,8 @@ def engine_choice(case: Case) -> str:
         planned = replace(case, cfg=replace(cfg, engine=engine))
         time = decode_seconds(planned, *_quarter(cfg))
         times.append(f"{engine} {time:,.1f} s")
-    why = "as --engine says"
-    if cfg.engine == "auto":
-        why = "auto takes vllm until a GPU has measured both"
     rollouts = f"a rollout of quarter length takes about: {', '.join(times)}"
-    return f"engine: {cfg.engine_kind(True)} ({why}); {rollouts}"
+    return f"engine: {cfg.engine}; {rollouts}"
 
 
 def _quarter(cfg):

@@ -67,7 +67,7 @@ def flags_of(preset: str, recompute: str) -> list[str]:
     preset, *more = preset.split()
     # For SMALL, longer packs are planned to be as fast. The plan would choose them.
     pack_len = ["--pack_len", "16384"] if preset == SMALL else []
-    return ["--recompute", recompute, "--shard_ranks", "0", *pack_len, *more]
+    return ["--recompute", recompute, "--shard_ranks", "0", "--engine", "vllm", *pack_len, *more]
 
 
 def case_of(name: str, recompute: str) -> plan.Case:
