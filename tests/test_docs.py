@@ -274,7 +274,7 @@ def test_readme_is_short_and_starts_with_the_result():
     lines = README.splitlines()
     assert len(lines) <= 180
     start = "\n".join(lines[:45])
-    for needed in ("plot.png", "make demo", "make test", "pip install", "for step in", "not run on a GPU"):
+    for needed in ("plot.png", "make demo", "make test", "pip install", "for step in", "ran on one GPU only"):
         assert needed in start
 
 
