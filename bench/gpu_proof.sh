@@ -7,9 +7,11 @@
 # numerics      150  bf16 log-probs and gradients of packs, compared with those of transformers in fp32
 # demo-grpo     120  the demo with GRPO and vLLM
 # demo-ppo      120  the demo with PPO and vLLM
-# step-SIZE     150  six GRPO steps of 256 responses of 512 tokens; SIZE is 0.5b (default) or 1.5b
+# step-SIZE     150  six GRPO steps of 256 responses of 512 tokens; SIZE is 0.5b (default) or 1.5b.
+#                    step-SIZE-ENGINE: with this engine (default: auto)
 # trl-SIZE      150  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
-# rollout-ENGINE 90  tokens a second of vllm (default) or torch inside torz and alone; 512 responses of 512 tokens
+# rollout-ENGINE 90  tokens a second of vllm (default) or torch inside torz, and of vllm alone; 512 responses of
+#                    512 tokens. rollout-ENGINE-N: N responses
 # train-HOW      40  seconds, MFU and memory of an update of 0.5B; HOW is how many layers it recomputes: none or 999
 # 7b-HOW         60  the same for four layers of 7B
 # resume        150  two runs of the demo on the PyTorch engine, one of them resumed; compares weights bit by bit
@@ -22,6 +24,7 @@
 # VLLM_SITE  a folder of unpacked packages with vllm, if the interpreter has no vllm of its own
 # BASE       the demo's base model (default: tools.tiny trains it, one minute)
 # WORK       scratch folder (default: a new temporary folder, removed at the end)
+# DEVICE     where random weights are drawn (default cuda; cpu on a stub driver, see bench/nullgpu)
 # RESULTS    folder of the results (default bench/results/DEVICE)
 #
 # The exit status is 0 only if all parts ended with status 0 within their limits.
@@ -44,7 +47,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$WORK/vllm}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$WORK/triton}"
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$WORK/inductor}"
 model() { # SIZE: the folder of a model of this size with random weights
-    [ -f "$WORK/$1/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/$1" --size "$1" > /dev/null || exit 2
+    [ -f "$WORK/$1/train.jsonl" ] || "$PYTHON" -m bench.shape "$WORK/$1" --size "$1" --device "${DEVICE:-cuda}" > /dev/null || exit 2
 }
 
 base() { # the demo's base model
@@ -71,6 +74,8 @@ resume() {
 run_part() { # PART, without a limit
     name=${1%%-*} how=${1#*-}
     [ "$how" != "$1" ] || how=
+    second=${how#*-} how=${how%%-*}
+    [ "$second" != "$how" ] || second=
     case $name in
     numerics) "$PYTHON" -m bench.numerics ;;
     demo) demo "tiny-$how" --out "$WORK/$1" ;;
@@ -78,11 +83,12 @@ run_part() { # PART, without a limit
         "$PYTHON" train.py orz-7b-grpo --model "$WORK/${how:-0.5b}" --data "$WORK/${how:-0.5b}/train.jsonl" --template plain \
             --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64 --max_response_len 512 --max_model_len 0 --pack_len 16384 \
             --policy_updates 1 --eval_every 0 --save_every 0 --stop --engine_share 0.4 --max_num_seqs 256 --steps 6 \
-            --reward bench/trl_side.py:digits --go --out "$WORK/$1" &&
+            --engine "${second:-auto}" --reward bench/trl_side.py:digits --go --out "$WORK/$1" &&
             "$PYTHON" -m bench.verdict "$WORK/$1/metrics.jsonl" --steps 6
         ;;
     trl) "$PYTHON" bench/trl_side.py "$WORK/${how:-0.5b}" --steps 4 ;;
-    rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine "${how:-vllm}" --prompts 64 --tokens 512 --rounds 2 ;;
+    rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine "${how:-vllm}" \
+        --prompts $((${second:-512} / 8)) --tokens 512 --rounds 2 ;;
     train) "$PYTHON" -m bench.train --size 0.5b --pack 16384 --segment 1024 --rounds 3 --recompute "${how:-none}" ;;
     7b) "$PYTHON" -m bench.train --size 7b --layers 4 --pack 16384 --segment 4096 --rounds 3 --recompute "${how:-none}" ;;
     resume) resume ;;
@@ -97,7 +103,7 @@ device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().
     echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
 results=${RESULTS:-bench/results/$device}
 mkdir -p "$results"
-[ $# -gt 0 ] || set -- step trl train-none train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-999 rollout rollout-torch step-1.5b trl-1.5b
+[ $# -gt 0 ] || set -- step step-0.5b-vllm trl train-none train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-999 rollout rollout-torch rollout-vllm-64 rollout-torch-64 step-1.5b trl-1.5b
 failed=
 for word in "$@"; do
     part=${word%%:*}
@@ -105,9 +111,9 @@ for word in "$@"; do
     numerics) limit=150 ;;
     demo-grpo | demo-ppo) limit=120; base ;;
     resume) limit=150; base ;;
-    step | trl | step-0.5b | trl-0.5b) limit=150; model 0.5b ;;
-    step-1.5b | trl-1.5b) limit=150; model 1.5b ;;
-    rollout | rollout-vllm | rollout-torch) limit=90; model 0.5b ;;
+    step | trl | step-0.5b* | trl-0.5b) limit=150; model 0.5b ;;
+    step-1.5b* | trl-1.5b) limit=150; model 1.5b ;;
+    rollout | rollout-vllm* | rollout-torch*) limit=90; model 0.5b ;;
     train | train-*) limit=40 ;;
     7b | 7b-*) limit=60 ;;
     *) echo "gpu_proof.sh: no part $part; needed: a part of the list at the top of this file" >&2; exit 2 ;;

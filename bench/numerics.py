@@ -103,7 +103,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
             size, layers = shape.split("-")
-            path = build(f"{folder}/{shape}", size, layers=int(layers))
+            path = build(f"{folder}/{shape}", size, layers=int(layers), device=world.device.type)
             for recompute in (0, 999):
                 compare(shape, path, make_samples(40000, 6, 4, 300, 700), recompute, world)
                 torch.cuda.empty_cache()

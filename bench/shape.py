@@ -1,6 +1,6 @@
 """Writes a model folder with a real model's shape and random weights, for machines without a network.
 
-    python -m bench.shape OUT [--size 0.5b]
+    python -m bench.shape OUT [--size 0.5b] [--device cpu]
 
 The folder also has the demo's tokenizer, and problems such as 12+30= in train.jsonl. Except for
 --size tiny, the model's vocabulary is far larger than the tokenizer's. So most sampled tokens have no text.
@@ -36,9 +36,11 @@ def config_of(size: str, layers: int = 0, vocab: int = 0):
                              mrope_section=[11, 11, 10], mrope_interleaved=True))
 
 
-def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False) -> str:
+def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, chat: bool = False,
+          device: str = "cpu") -> str:
     """Writes the model folder `out`: random bf16 weights, a tokenizer and train.jsonl. Returns the folder's
-    path. size, layers, vocab: see `config_of`. chat: whether the tokenizer has a chat template."""
+    path. size, layers, vocab: see `config_of`. chat: whether the tokenizer has a chat template.
+    device: of the random numbers; a CPU takes up to a minute"""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -50,7 +52,7 @@ def build(out: str, size: str, seed: int = 0, layers: int = 0, vocab: int = 0, c
     config = config_of(size, layers, vocab)
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a CPU takes up to a minute
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(path)
@@ -65,5 +67,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out")
     parser.add_argument("--size", choices=SIZES, default="0.5b")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
-    print(build(args.out, args.size))
+    print(build(args.out, args.size, device=args.device))

@@ -195,16 +195,16 @@ def with_checkpoint(
         return replace(cfg, start_from=str(path or "")), NEW
     saved = ckpt.read_state(path)
     cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
+    if cfg.engine == "auto" and world.device.type == "cuda":
+        cfg = replace(cfg, engine=saved["config"]["engine"])
     if saved["ranks"] == world.size:
         cfg = as_before(cfg, saved["config"])
     return cfg, saved
 
 
 def as_before(cfg: Config, before: Facts) -> Config:
-    """Returns the config with the checkpoint's values in place of --engine auto, --shard_ranks auto and
-    --pack_len 0. So numbers are rounded as before. before: the checkpoint's config"""
-    if cfg.engine == "auto":
-        cfg = replace(cfg, engine=before["engine"])
+    """Returns the config with the checkpoint's values in place of --shard_ranks auto and --pack_len 0. So
+    gradients are rounded as before. before: the checkpoint's config"""
     if cfg.shard_ranks == "auto":
         cfg = replace(cfg, shard_ranks=before["shard_ranks"])
     if cfg.pack_len == 0:
