@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ import train
 from bench.nullgpu.memory import CASES, case_of, planned
 from configs import GIB, PRESETS, UserError, parse
 from guard import checks
-from guard.start import as_before, load_models
+from guard.start import as_before, load_models, with_checkpoint
 from log import Logger, Meter
 from tools import plan
 
@@ -419,6 +420,16 @@ def test_a_resumed_run_keeps_the_groups_and_packs_that_it_has_not_typed(base):
     assert as_before(typed, chosen) == typed
     resumed = as_before(dataclasses.replace(base, shard_ranks="auto", pack_len=0), chosen)
     assert resumed == dataclasses.replace(base, **chosen)
+
+
+def test_a_resumed_run_keeps_its_engine_on_a_gpu(base, monkeypatch):
+    saved = {"ranks": 4, "config": {"start_from": "", "engine": "vllm"}}
+    monkeypatch.setattr(ckpt, "read_state", lambda path: saved)
+    for typed, device, kept in [
+            ("auto", "cuda", "vllm"), ("torch", "cuda", "torch"), ("auto", "cpu", "auto")]:
+        world = SimpleNamespace(device=torch.device(device), size=2)
+        cfg, _ = with_checkpoint(dataclasses.replace(base, engine=typed), world, Path("x"), True)
+        assert cfg.engine == kept
 
 
 def test_seconds_of_orz_7b_on_a_slow_network_by_hand():
