@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -589,14 +589,18 @@ def gather_rows(rows: list[dict]) -> list[dict]:
     return sorted(gather_all(rows), key=itemgetter("prompt_id", "sample_id"))
 
 
-def exchange(outgoing: Sequence[Any]) -> list[Any]:
-    """Send outgoing[r] to rank r, for every r. Returns the received objects, in the order of the senders."""
-    if len(outgoing) == 1:
-        return [*outgoing]
+def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
+    """Send items[i] to the rank ranks[i], for every i. Returns the received items, in the order of the
+    senders. All ranks must call this function together."""
+    if not td.is_initialized() or td.get_world_size() == 1:
+        return [*items]
+    outgoing = [[] for _ in range(td.get_world_size())]
+    for item, rank in zip(items, ranks, strict=True):
+        outgoing[rank].append(item)
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
     sent = []
-    for x in outgoing:
-        pickled = bytearray(pickle.dumps(x))
+    for box in outgoing:
+        pickled = bytearray(pickle.dumps(box))
         sent.append(torch.frombuffer(pickled, dtype=torch.uint8))
     sizes = [len(x) for x in sent]
     incoming = torch.empty(len(sizes), dtype=torch.int64)
@@ -604,30 +608,25 @@ def exchange(outgoing: Sequence[Any]) -> list[Any]:
     incoming = incoming.tolist()
     inbox = torch.empty(sum(incoming), dtype=torch.uint8)
     td.all_to_all_single(inbox, torch.cat(sent), incoming, sizes)
-    return [pickle.loads(x.numpy()) for x in inbox.split(incoming)]
+    boxes = [pickle.loads(x.numpy()) for x in inbox.split(incoming)]
+    return [*chain(*boxes)]
 
 
 def balance(
-    samples: Sequence[Any],
-    keys: Sequence[int],
-    layout: Layout,
+    samples: Sequence[Any], number: Mapping[Any, int], layout: Layout
 ) -> list[list[list[Any]]]:
     """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
 
-    keys[i]: index of samples[i] among the samples of all ranks
-    layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `keys`"""
+    number: Sample.key -> index of the sample among the samples of all ranks
+    layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `number`"""
     rank_of = {}
     for minibatch in layout:
         for rank, packs in enumerate(minibatch):
             rank_of |= dict.fromkeys(chain.from_iterable(packs), rank)
-    outgoing = [{} for _ in range(td.get_world_size())]
-    for key, sample in zip(keys, samples, strict=True):
-        outgoing[rank_of[key]][key] = sample
+    arrived = {}
+    for s in deal(samples, [rank_of[number[s.key]] for s in samples]):
+        arrived[number[s.key]] = s
     rank = td.get_rank()
-    arrived = outgoing[rank]
-    outgoing[rank] = {}  # samples that stay on this rank are not pickled
-    for box in exchange(outgoing):
-        arrived |= box
     minibatches = []
     for ranks in layout:
         packs = []

@@ -163,13 +163,9 @@ class Trajectories:
 
         target: key of a trajectory -> its new rank; the same dict on every rank. A trajectory whose key is
             not in `target` stays on its rank."""
-        if not target or self.engine.ranks == 1:
-            return
-        outgoing = [[] for _ in range(self.engine.ranks)]
-        for key in self.open.keys() & target.keys():
-            outgoing[target[key]].append(self.open.pop(key))
-        for arrived in dist.exchange(outgoing):
-            self.add(arrived)
+        keys = [key for key in self.open if key in target]
+        moved = [self.open.pop(key) for key in keys]
+        self.add(dist.deal(moved, [target[key] for key in keys]))
 
     def sample_round(self) -> None:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. A
@@ -447,10 +443,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:
     """Move samples so that all samples of a prompt are on one rank. All ranks must call this function.
     Returns this rank's samples, ordered by (prompt_id, sample_id)."""
-    outgoing = [[] for _ in range(engine.ranks)]
-    for s in samples:
-        outgoing[s.prompt_id % engine.ranks].append(s)
-    arrived = itertools.chain(*dist.exchange(outgoing))
+    arrived = dist.deal(samples, [s.prompt_id % engine.ranks for s in samples])
     return sorted(arrived, key=lambda s: s.key)
 
 

@@ -462,8 +462,7 @@ def make_packs(
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, layout, prompts, trained)
     fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
-    keys = [number[s.key] for s in samples]
-    minibatches = dist.balance(samples, keys, layout)
+    minibatches = dist.balance(samples, number, layout)
     minibatches = each(minibatches, lambda part: pack(part, fresh_step).to(world.device))
     packs = [p for p in chain(*minibatches) if p.responses]  # only packs with a sample in the loss
     unique = sum(len(p.unique) for p in packs)
