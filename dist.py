@@ -405,14 +405,14 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
         optimizer = None
     moves = on_gpu and next(model.parameters()).device.type == "cpu"
     if moves:
-        to_device(model, optimizer, device)
+        move(model, optimizer, device)
     try:
         yield
     finally:
         reshard_all(model)  # a forward pass without a backward pass leaves weights gathered
         if moves:
             model.zero_grad()  # an exception may have left gradients on the device
-            to_host(model, optimizer)
+            move(model, optimizer, None)
         if on_gpu:  # the next phase needs memory in other sizes
             torch.cuda.empty_cache()
 
@@ -445,32 +445,6 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
     return tensors
 
 
-def tensors_with_homes(
-    model: nn.Module, optimizer: Optimizer | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tensor, its host tensor) for each parameter, buffer and tensor of the optimizer. Host tensors
-    are pinned (with CUDA). The model's attribute `homes` keeps them, because pinning is slow."""
-    homes = vars(model).setdefault("homes", {})  # name -> host tensor
-    tensors = dict(model.named_buffers()) | tensors_of(model, optimizer)
-    pairs = []
-    for name, x in tensors.items():
-        if name not in homes:
-            homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
-        pairs.append((x, homes[name]))
-    return pairs
-
-
-def replace_tensors(
-    model: nn.Module, optimizer: Optimizer | None, new: dict[Tensor, Tensor]
-) -> None:
-    # FSDP overrides _apply: after the call it uses the new tensors as its shards.
-    model._apply(lambda x: new.get(x, x))
-    if optimizer:
-        for state in optimizer.state.values():
-            for key, x in state.items():
-                state[key] = new[x]
-
-
 def local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
@@ -480,29 +454,32 @@ def whole(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def to_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> None:
-    """Move a model and its optimizer's state from the host to `device`, without waiting for the copies."""
+def move(model: nn.Module, optimizer: Optimizer | None, device: Device | None) -> None:
+    """Move a model and its optimizer's state from the host to `device`, without waiting for the copies; or
+    back to the host if `device` is None. Then pass optimizer=None only if the weights have not changed on the
+    device: nothing is copied, because the host tensors still have the values.
+
+    Each parameter, buffer and tensor of the optimizer has a home, a host tensor that is pinned (with CUDA).
+    The model's attribute `homes` keeps the homes, because pinning is slow."""
+    homes = vars(model).setdefault("homes", {})  # name -> host tensor
     new = {}
-    for x, home in tensors_with_homes(model, optimizer):
-        # Usually x already uses the memory of `home`, because of to_host. A new tensor, or an uneven shard
-        # that FSDP has padded, has memory of its own, so its values are copied to `home` first.
-        if local(x).data_ptr() != local(home).data_ptr():
-            home.copy_(x)
-        new[x] = home.to(device, non_blocking=True, copy=True)
-    replace_tensors(model, optimizer, new)
-
-
-@torch.no_grad()
-def to_host(model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Move a model and its optimizer's state from the device to the host. Pass optimizer=None only if the
-    weights have not changed on the device. Then nothing is copied: the host tensors still have the values."""
-    new = dict(tensors_with_homes(model, optimizer))
-    if optimizer:
-        for x, home in new.items():
+    for name, x in (dict(model.named_buffers()) | tensors_of(model, optimizer)).items():
+        if name not in homes:
+            homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
+        home = homes[name]
+        # On the host, x usually is its home. But a new tensor, or an uneven shard that FSDP has padded, has
+        # memory of its own.
+        if (device or optimizer) and local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # wait for the copies, because replace_tensors reads them
-    replace_tensors(model, optimizer, new)
+        new[x] = home.to(device, non_blocking=True, copy=True) if device else home
+    if torch.cuda.is_available() and not device:
+        torch.cuda.synchronize()  # wait for the copies, because the host reads them
+    # FSDP overrides _apply: after the call it uses the new tensors as its shards.
+    model._apply(lambda x: new.get(x, x))
+    if optimizer:
+        for state in optimizer.state.values():
+            for key, x in state.items():
+                state[key] = new[x]
 
 
 def weight_files(folder: str | Path) -> list[Path]:

@@ -177,15 +177,15 @@ def updates_with_moves(path: str) -> list[dict[str, torch.Tensor]]:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, fused=True)
         for _ in range(3):
             if moves:
-                dist.to_device(policy, None, "cpu")
+                dist.move(policy, None, "cpu")
                 assert all(x.isfinite().all() for _, x in dist.full_weights(policy))
-                dist.to_host(policy, None)
-                dist.to_device(policy, optimizer, "cpu")
+                dist.move(policy, None, None)
+                dist.move(policy, optimizer, "cpu")
             policy(p, 1.0)[0].sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             if moves:
-                dist.to_host(policy, optimizer)
+                dist.move(policy, optimizer, None)
         results.append({k: dist.local(x).clone() for k, x in dist.tensors_of(policy, optimizer).items()})
     return results
 

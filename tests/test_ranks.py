@@ -167,7 +167,7 @@ def state(optimizer):
 
 
 def test_each_tensor_moves_in_one_copy():
-    """to_host(model, None) copies nothing, because the weights have not changed on the device."""
+    """move(model, None, None) copies nothing, because the weights have not changed on the device."""
     kinds = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
 
     def copies(move, *args) -> int:
@@ -177,22 +177,22 @@ def test_each_tensor_moves_in_one_copy():
 
     model, optimizer = stepped()
     for _ in range(2):  # the second move is counted, because the first one also allocates memory
-        both = copies(dist.to_device, model, optimizer, "cpu"), copies(dist.to_host, model, optimizer)
-    alone = copies(dist.to_device, model, None, "cpu"), copies(dist.to_host, model, None)
+        both = copies(dist.move, model, optimizer, "cpu"), copies(dist.move, model, optimizer, None)
+    alone = copies(dist.move, model, None, "cpu"), copies(dist.move, model, None, None)
     assert (both, alone) == ((19, 19), (7, 0))
 
 
 def test_weights_and_optimizer_state_rest_where_they_rested_before():
-    """to_host reuses host memory, because pinning new memory is slow."""
+    """A move to the host reuses host memory, because pinning new memory is slow."""
     model, optimizer = stepped()
-    dist.to_device(model, optimizer, "cpu")
-    dist.to_host(model, optimizer)
+    dist.move(model, optimizer, "cpu")
+    dist.move(model, optimizer, None)
     rested = [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "cpu")
+    dist.move(model, optimizer, "cpu")
     assert not {x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))} & {*rested}
-    dist.to_host(model, optimizer)
+    dist.move(model, optimizer, None)
     assert rested == [x.data_ptr() for x in (*model.state_dict().values(), *state(optimizer))]
-    dist.to_device(model, optimizer, "meta")  # moves Adam's step counts too, as fused Adam needs
+    dist.move(model, optimizer, "meta")  # moves Adam's step counts too, as fused Adam needs
     assert [x.device.type for x in state(optimizer)] == ["meta"] * 12
 
 
