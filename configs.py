@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import resource
 import sys
 import textwrap
 import time
@@ -1178,6 +1179,15 @@ def follow_umask(file: Path) -> None:
 
 
 DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
+
+
+def limit_memory(more: int) -> None:
+    """Limits the memory of this process to what it uses now and `more` bytes."""
+    with contextlib.suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + more
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 PATIENCE = 5.0  # seconds for which a file that can't be read is tried again

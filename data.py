@@ -18,10 +18,9 @@ import re
 import resource
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from jinja2 import meta
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, explained, prompt_form, require, show
+from configs import Config, Say, explained, limit_memory, prompt_form, require, show
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
@@ -333,10 +332,7 @@ def _limits():
     before = resource.getrlimit(resource.RLIMIT_AS)
     signal.signal(signal.SIGPROF, _stop_template)
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
-    with suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + TEMPLATE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    limit_memory(TEMPLATE_BYTES)
     try:
         yield
     finally:

@@ -44,7 +44,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import CODE, ROOT, Say, UserError, nearest, short_hash, shorten
+from configs import CODE, ROOT, Say, UserError, limit_memory, nearest, short_hash, shorten
 from grading.answers import extract, grade, math_equal, normalise, quick_grade, repeats
 
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
@@ -232,10 +232,7 @@ def _init_worker(connection):
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG: the worker dies with the server
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + MEMORY
-        with suppress(ValueError):  # a lower limit is already set
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        limit_memory(MEMORY)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
