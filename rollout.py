@@ -453,16 +453,15 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
 
     held[r]: keys of the unfinished trajectories on rank r"""
     keys = [list(of_rank) for of_rank in held]
-    ranks = range(len(held))
     target = {}
     while True:
-        fullest = max(ranks, key=lambda r: len(keys[r]))
-        emptiest = min(ranks, key=lambda r: len(keys[r]))
-        if len(keys[fullest]) - len(keys[emptiest]) < 2:
+        fullest = max(keys, key=len)
+        emptiest = min(keys, key=len)
+        if len(fullest) - len(emptiest) < 2:
             return target
-        key = keys[fullest].pop()
-        keys[emptiest].append(key)
-        target[key] = emptiest
+        key = fullest.pop()
+        emptiest.append(key)
+        target[key] = keys.index(emptiest)
 
 
 # --- metrics of problems
