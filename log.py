@@ -226,9 +226,6 @@ class Logger(contextlib.AbstractContextManager):
         unsent = trained[-1]["step"] + 1 if first and trained else 0
         self.trackers = [Tracker(out, config, unsent, self.alarm) for _ in cfg.track]
 
-    def __exit__(self, error: type | None, *_) -> None:
-        self.close(failed=error is not None)
-
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
@@ -313,17 +310,19 @@ class Logger(contextlib.AbstractContextManager):
             disable=None if self.main else True,
         )
 
-    def close(self, failed: bool = False) -> None:
-        """Write the rows in `unwritten`, then close everything. failed: true if an error ends the run."""
+    def close(self, error: type | None = None, *_) -> None:
+        """Write the rows in `unwritten`, then close everything. error: class of an error that ends the run"""
         if not self.main:
             return
         self._write(self.next_step)
         self.steps.close()
         for tracker in self.trackers:
-            tracker.attempt(tracker.finish, failed)
+            tracker.attempt(tracker.finish, error is not None)
         if self.writer:
             with contextlib.suppress(OSError):
                 self.writer.close()
+
+    __exit__ = close
 
 
 def _lines(rows):
