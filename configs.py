@@ -1005,15 +1005,8 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a package of --track, a model, a template, a data file or a run to read does not
-    exist. Skips names on the Hugging Face Hub. On several machines, checks only packages and template. Later
-    checks cover all."""
-    for name in cfg.track:
-        require(
-            importlib.util.find_spec(name) is not None,
-            f"--track {name}, but {name} is not installed",
-            f"pip install {name}",
-        )
+    """Raises UserError if a model, a template, a data file or a run to read does not exist. Skips names on
+    the Hugging Face Hub. On several machines, checks only the template. Later checks cover all."""
     prompt_form(cfg.template)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
