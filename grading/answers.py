@@ -86,9 +86,9 @@ CHARACTERS = _table(
 INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
 CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
 CHARACTERS = str.maketrans(CHARACTERS)
-# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
-# \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
-BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
+# Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
+# and \}, and the line break \\. In \\{, group 1 matches the brace.
+BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
@@ -114,29 +114,23 @@ def extract_answer(text: str) -> str | None:
     A block without its end does not count, so `text` must include the stop string `</answer>`.
     """
     for block in reversed(text.split("</answer>")[:-1]):
-        _, opened, inside = block.partition("<answer>")
-        boxes = _boxes(inside)
-        if opened and boxes:
-            _, start, end, _ = boxes[-1]
-            return inside[start:end].strip() or None
+        boxes = _boxes(block.partition("<answer>")[2])
+        if boxes:
+            return boxes[-1][2] or None
     return None
 
 
 def _boxes(text):
-    r"""Returns the positions of all balanced \boxed{}, sorted: (start of the box, start of its content, end
-    of its content, end of the box)."""
-    # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
-    # belongs to no \boxed.
-    found, stack = [], []
-    for match in BRACE.finditer(text):
-        if match[1]:
-            stack.append(match.span())
-        elif match[2] == "{":
-            stack.append(None)
-        elif match[2] and stack:
-            box = stack.pop()
-            if box:
-                found.append((*box, *match.span()))
+    r"""Returns all balanced \boxed{}, sorted by start: (start, end, content)."""
+    found, opened = [], []
+    for brace in BRACE.finditer(text):
+        if brace[1]:
+            opened.append(brace)
+        elif brace[2] and opened:
+            first = opened.pop()
+            if first[1] != "{":
+                content = text[first.end() : brace.start()].strip()
+                found.append((first.start(), brace.end(), content))
     return sorted(found)
 
 
@@ -151,13 +145,13 @@ def _boxed(text):
     is graded as one answer, so a response can't win by offering several."""
     text = _after_thought(text).replace(r"\fbox", r"\boxed")
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    parts, next_start = [], None
-    for start, inside, inside_end, end in reversed(_boxes(text)):
-        if parts:
-            gap = text[end:next_start]
-            if end > next_start or not BETWEEN_BOXES.fullmatch(gap):
-                break
-        parts.insert(0, text[inside:inside_end].strip())
+    parts = []
+    next_start = len(text)
+    for start, end, content in reversed(_boxes(text)):
+        gap = text[end:next_start]
+        if parts and (end > next_start or not BETWEEN_BOXES.fullmatch(gap)):
+            break
+        parts.insert(0, content)
         next_start = start
     return "; ".join(parts)
 
@@ -261,7 +255,7 @@ SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
 SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
-    r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
+    r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
     r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-zÀ-ɏ]+",
@@ -472,8 +466,6 @@ def normalise(text: str) -> str:
 
 def _token(match):
     if match["text"] is not None:
-        if match["text"] in ("e", "i", "d") and match["font"].startswith("math"):
-            return match["text"]
         text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
         return LETTERS.sub(_quoted, text)
     if match["word"]:
@@ -526,8 +518,8 @@ class Reading(NamedTuple):
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
                     1:2:3, "mod 7" for 3 \pmod 7, and "matrix 2 2" for two rows of two cells
-        intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
-                    number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
+        intervals   edges. An interval has two edges. An edge is (bracket, [Reading of the number]). 1<x\le2
+                    has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
         chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
                     ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
@@ -628,7 +620,6 @@ MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
 OPENING = r"( [ { \{ \begin".split()
 CLOSING = r") ] } \} \end".split()
 EQUAL = r"= \in \equiv \approx".split()
-RELATIONS = r"< > \le \ge \ne".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
@@ -705,8 +696,6 @@ def _read_list(text, inner):
     for part in parts:
         elements += _several(inner(part))
     kinds = {e.kind for e in elements}
-    if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
-        return _read_bounds(elements)
     if kinds == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
@@ -728,23 +717,6 @@ def _several(reading):
     if reading.kind == "list" and not reading.text.startswith(r"\{"):
         return reading.parts
     return [reading]
-
-
-def _read_bounds(elements):
-    r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
-    variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
-    interval at 3 and begins another."""
-    names = {e.parts[0] for e in elements}
-    cuts = [_edges(e) for e in elements if r"\ne" in e.text]
-    others = [_edges(e) for e in elements if r"\ne" not in e.text]
-    if len(names) > 1 or not all(cuts + others):
-        return None
-    edges = sum(others, [])
-    if not others:
-        edges = [cuts[0][0], cuts[0][-1]]
-    for cut in cuts:
-        edges += cut[1:-1]
-    return "intervals", (names.pop(), edges)
 
 
 def _read_named(text, inner):
@@ -790,51 +762,64 @@ def _read_union(text, inner):
         if sign == r"\setminus":
             found = [(side.translate(OPPOSITE), value) for side, value in found]
         edges += found
-    return "intervals", (None, edges)
+    return "intervals", edges
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
-SIDES = {"<": "()", r"\le": "[]"}  # the brackets of an end; 2<x\le3 is (2,3]
-FLIPPED = {">": "<", r"\ge": r"\le"}
+FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+# The signs beside a name -> the interval of its values: x<3, 1<x\le2
+INTERVALS = {
+    "<": r"(-\infty,{})",
+    ">": r"({},\infty)",
+    r"\le": r"(-\infty,{}]",
+    r"\ge": r"[{},\infty)",
+    r"\ne": r"(-\infty,{0})\cup({0},\infty)",
+    "<<": "({},{})",
+    ">>": "({1},{0})",
+    r"<\le": "({},{}]",
+    r">\ge": "[{1},{0})",
+    r"\le<": "[{},{})",
+    r"\ge>": "({1},{0}]",
+    r"\le\le": "[{},{}]",
+    r"\ge\ge": "[{1},{0}]",
+}
 
 
 def _read_inequality(text, inner):
-    r"""Returns a Reading of the kind "intervals" for x<2, 2>x, 1<x\le 2 and x\ne 1; of the
-    kind "equation" for other inequalities, such as x+y<2; None for a text without <, >, \le, \ge, \ne."""
-    parts, signs = _split(text, *RELATIONS)
+    r"""Returns a Reading of the kind "named" for x<2, 2>x, 1<x\le 2 and x\ne 1: the name of the intervals is
+    x. Other inequalities, such as x+y<2, are of the kind "equation"."""
+    parts, signs = _split(text, *FLIPPED)
     if not signs:
         return None
-    other = ("equation", None)
-    if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
-        both = [inner(sign.join(parts)) for sign in "<>"]
-        return _read_bounds(both) if both[0].parts else other
-    subject = parts[0]
-    if signs[0] in FLIPPED:
+    if len(parts) == 2 and not _is_name(parts[0]):
         parts.reverse()
-        signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
-    if len(parts) == 2:  # x<3 is -\infty<x<3, and 3<x is 3<x<\infty
-        place = 0 if _is_name(subject) == (subject == parts[0]) else 2
-        parts.insert(place, r"\infty" if place else r"-\infty")
-        signs.insert(place, "<")
-    if len(parts) != 3 or not all(parts) or not _is_name(parts[1]):
-        return other
-    first, last = (SIDES.get(sign, "  ") for sign in signs)
-    ends = list(map(inner, parts[::2]))
-    edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
-    return ("intervals", (parts[1], edges)) if edges else other
+        signs = [FLIPPED[signs[0]]]
+    name = parts.pop(len(signs) - 1)
+    interval = INTERVALS.get("".join(signs))
+    if interval and _is_name(name) and all(parts):
+        edges = _edges(inner(interval.format(*parts)))
+        if edges:
+            return "named", (name, Reading("intervals", text, edges))
+    return "equation", None
 
 
 def _edges(reading):
-    """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
-    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
+    r"""Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
+    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first.
+    x<5, x\ne3 stands for (-oo,3) and (3,5): x\ne3 ends one interval at 3 and begins another."""
     kind, _, parts = reading
     if kind == "intervals":
-        return parts[1]
+        return parts
     if kind == "named":
         return _edges(parts[1])
     if kind == "list":
-        edges = [_edges(element) for element in parts]
-        return sum(edges, []) if all(edges) else []
+        edges = []
+        for part in sorted(parts, key=lambda part: r"\ne" in part.text):
+            found = _edges(part)
+            if not found:
+                return []
+            edges += found[1:-1] if edges and r"\ne" in part.text else found
+        return edges
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
     if kind != "tuple" or not re.fullmatch(r"[\[(][\])]", parts[0]):
@@ -1143,10 +1128,7 @@ def _parts(reading, kind, other):
 
 
 def _same_intervals(answer, gold, prove):
-    names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
     a, b = _edges(answer), _edges(gold)
-    if len(names) == 2:  # b>a equals a<b
-        return prove(answer.text, gold.text)
     return bool(a and b) and _unordered(a, b, prove, _same_tuple)
 
 
@@ -1203,7 +1185,10 @@ def _same_named(answer, gold, prove):
         and INDEX.sub("", name) != needed
         and {name, needed} != {"y", "f(x)"}
     )
-    if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
+    kinds = {a.kind, b.kind}
+    if other and kinds == {"intervals"}:  # b>a equals a<b
+        return prove(answer.text, gold.text)
+    if other and not kinds <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
