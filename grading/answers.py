@@ -270,25 +270,11 @@ def _digits(match):
     return re.sub(r"\D", "", match[0])
 
 
-def _without_phrases(match):
-    r"""Removes introductions and conditions. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
-    because it is a part of the answer."""
-    found = list(PHRASE.finditer(match[0]))
-    tokens = [token[0] for token in found]
-    classes = "".join(CLASSES.get(t[0].lower()) or t.lastgroup or t[0] for t in found)
-    for pattern in PHRASES:
-        phrase = pattern.search(classes)
-        if not phrase:
-            continue
-        start, end = phrase.span()
-        if phrase.lastindex:
-            name = tokens[phrase.start(1)]
-            part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
-            if re.search(part, "".join(tokens[:start])):
-                continue
-        classes = classes[:start] + classes[end:]
-        del tokens[start:end]
-    return "".join(tokens)
+def _without_bound(match):
+    r"""Removes a condition such as x>0, unless it is a part of the answer: x<5, x\ne1."""
+    answer, name = match.groups()
+    part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
+    return match[0] if re.search(part, answer) else answer
 
 
 def _progression(match):
@@ -311,47 +297,19 @@ def _system(match):
     return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
 
 
-# Phrases are found in a text of classes, which has one letter for each token: `"the answer is" 5` has the
-# classes "w s s" d. The class of a token is that of CLASSES, or the name of its group in PHRASE, or itself.
-PHRASE = re.compile(
-    r"(?P<k>\\[A-Za-z]+)|(?P<w>[A-Za-z]{2,})|(?P<v>[a-z])|(?P<V>[A-Z])"
-    r"|(?P<d>[\d.]+)|(?P<u>[^\W\d_]+)|."
+# An introduction with one of these words does not give the answer: `its opposite is 7`.
+CONTRARY = (
+    "no not never wrong incorrect false negative minus opposite half twice double",
+    "reciprocal inverse more less most least bound excluded neither nothing but",
+    "except divisible exceeds up outside beyond reflection",
 )
-CLASSES = (
-    # A phrase with one of the words x is no introduction of the answer: `its opposite is 7`.
-    "x no not never wrong incorrect false negative minus opposite half twice double",
-    "x reciprocal inverse more less most least bound excluded neither nothing but",
-    "x except divisible exceeds up outside beyond reflection",
-    "s is are equals",
-    "A answer",
-    "a the final correct",
-    "E equal",
-    "q for all every each where with if when",
-    "i an any some integer constant constants arbitrary real",
-    "o of",
-    r"e \in",
-    r"m \mathbb",
-    r"b \le \ge \ne < >",
-    "C c",
-)
-CLASSES = {word: row[0] for row in CLASSES for word in row.split()[1:]}
-BEFORE = r'(?<=[^,;( ])(?:[,;(]| (?=[vC][ebkm])| ?"[qi ]+")+ ?'
-# Patterns of classes. What matches is removed.
-PHRASES = list(
-    map(
-        re.compile,
-        (
-            rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
-            rf'{BEFORE}[vC](?:,v)*(?: ?"?[siv](?:[ "]|$))+\)?$',  # k is an integer
-            r'(?<=[^,;( ])[,;(]? ?"[qi ]+" ?[vC](?:,v)*\)?$',  # for all x
-            rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
-            r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
-            r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
-            r'(?:(?:[^\Wd]" (?:o )?v ?")?(?:s|A|E w)" ?:?|[^\Wd]" ?:)(?=.)',
-            r'^"(?![^"]*x)[^\Wd ][^\Wd]*(?: [^\Wd]+)*"(?=\(.+,.+\)$)',  # center (5,-3)
-        ),
-    )
-)
+CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
+IS = r"(?i:is|are|equals)\b"
+SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
+FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
+NAMES_OF = r"[a-zC](?:,[a-z])*"
+# What stands between an answer and its condition
+BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
@@ -426,7 +384,15 @@ TIDY = {
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
-    r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer|all|for|where)\b|\\(?:in|[gln]e)(?![a-z]))).*$': _without_phrases,
+    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
+    rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
+    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
+    rf"^(.+?){BEFORE}([a-zC])(?:[<>]|\\(?:[gln]e|pm)) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
+    r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
+    # the value of x is 5
+    rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
+    rf'(?:(?:[^\W\d]+" (?:of )?[a-z] ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?|[^\W\d]+" ?:)(?=.)': "",
+    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
