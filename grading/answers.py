@@ -399,6 +399,11 @@ TIDY = {
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)': r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
+    r"(?i)\bper ": "/",
+    r"(?i)\bmph\b": "mi/h",
+    r'([A-Za-z]+)"\^\{-(\d)\}': r'/\1 \2"',  # s^{-2}
+    r"(?i)\b(?:sq|square) (\w+)": r"\1 2",
+    r"(?i)\bcubic (\w+)": r"\1 3",
     r"(?<![\\\w}^\])])\{([^{}]*)\}": r"\1",
     r"(?<=\d)\{([a-z])\}": r"\1",  # 2{x}
     r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)": "",
@@ -483,7 +488,7 @@ class Reading(NamedTuple):
                     The word `cm` looks like a unit; the word `nearly` does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
-                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix 2 2" for two rows of two cells
+                    1:2:3, "mod 7" for 3 \pmod 7, "matrix" for rows, and "&" for the cells of a row
         intervals   edges. An interval has two edges. An edge is (bracket, [Reading of the number]). 1<x\le2
                     has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         named       (name, Reading of the value): x=5 is ("x", Reading of 5)
@@ -537,7 +542,11 @@ PART = re.compile(  # tenths, millions, MW
 # may be singular: `1 pizza`.
 MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
 ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
-UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
+# A number and its unit, which has at most five words
+QUANTITY = re.compile(
+    r' ?(?!an? ?")([^"]*[^-+*/=<>^_,({\[|" ]) ?'
+    r'(?=(?:[^ ]* ){0,3}[^ ]*$)((?:"[^"]*"(?:\^\{-?\d\})?[ /*]?)+)'
+)
 DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
     r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
@@ -545,7 +554,9 @@ DECIMAL = re.compile(
     re.ASCII,
 )
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
-FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
+FRACTION = re.compile(
+    r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})(\\%)?", re.ASCII
+)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
@@ -579,7 +590,7 @@ LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
     r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
 )
-CASE = re.compile(r'(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*')  # x^2,& "if" x>0
+CASE = re.compile(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$')  # x^2,& "if" x>0
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 # A command, a bracket, or a sign that may separate parts
 MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
@@ -658,31 +669,28 @@ def _read_list(text, inner):
     if not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-    elements = []
-    for part in parts:
-        elements += _several(inner(part))
-    kinds = {e.kind for e in elements}
-    if kinds == {"named"}:
+    elements = _flat(map(inner, parts))
+    if {e.kind for e in elements} == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
-            elements = [e for value in values for e in _several(value)]
-            return "named", (bare.pop(), Reading("list", text, elements))
+            return "named", (bare.pop(), Reading("list", text, _flat(values)))
         if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
             value = Reading("tuple", text, ("=", values))
             return "named", (f"({','.join(names)})", value)
     return "list", elements
 
 
-def _several(reading):
-    """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
-    one element."""
-    if reading.kind == "list" and not reading.text.startswith(r"\{"):
-        return reading.parts
-    return [reading]
+def _flat(readings):
+    """Returns the Readings; instead of a list that has no braces, such as `2; 5`, its elements."""
+    elements = []
+    for reading in readings:
+        bare = reading.kind == "list" and not reading.text.startswith(r"\{")
+        elements += reading.parts if bare else [reading]
+    return elements
 
 
 def _read_named(text, inner):
@@ -804,10 +812,7 @@ def _read_brackets(text, inner):
     left, inside, right = match.groups()
     parts, _ = _split(inside, ",", ";")
     if left == r"\{":
-        elements = []
-        for part in dict.fromkeys(parts):  # a set: {2,2} is {2}
-            elements += _several(inner(part))
-        return "list", elements
+        return "list", _flat(map(inner, dict.fromkeys(parts)))  # {2,2} is {2}
     if left == "{" or len(parts) == 1 and left + right == "()":
         return inner(inside.rstrip(" .,"))
     if not all(parts) or len(parts) == 1:
@@ -819,21 +824,11 @@ def _read_matrix(text, inner):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
-    rows = [row for row in _split(inside, r"\\")[0] if row]
-    if kind == "cases":
-        found = [CASE.fullmatch(row) for row in rows]
-        return ("list", [_case(case, inner) for case in found]) if all(found) else None
-    shape, cells = kind.strip("pbB"), []
-    for row in rows:
-        found, _ = _split(row, "&")
-        shape += f" {len(found)}"
-        cells += map(inner, found)
-    return "tuple", (shape, cells)
-
-
-def _case(match, inner):
-    """Returns the Reading of a row of a piecewise function: value and condition."""
-    return Reading("tuple", match[0], ("case", list(map(inner, match.groups()))))
+    rows = []
+    for row in filter(None, _split(inside, r"\\")[0]):
+        cells, _ = _split(CASE.sub(r"\1&\2", row) if kind == "cases" else row, "&")
+        rows.append(Reading("tuple", row, ("&", list(map(inner, cells)))))
+    return ("list", rows) if kind == "cases" else ("tuple", (kind.strip("pbB"), rows))
 
 
 def _read_text(text, inner):
@@ -841,35 +836,27 @@ def _read_text(text, inner):
     (5 "m"; `normalise` adds the quotes). None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return "text", text.strip('"')
-    number, quote, words = text.partition('"')
-    if not quote:
+    if '"' not in text:
         return None
-    number = number.strip()
-    unit = quote + words
-    alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
-    names = set(re.findall(r"[^\W\d_]+", unit.lower()))
-    other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
-    if alone or other or unit.count(" ") > 3:
+    match = QUANTITY.fullmatch(text)
+    names = set(re.findall(r"[^\W\d_]+", match[2].lower() if match else ""))
+    if not match or NO_UNIT & names or PART.search(match[2]):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        words = NOUNS.sub(r"\1", ARTICLE.sub("", words))
-        return "text", words
+        return "text", NOUNS.sub(r"\1", ARTICLE.sub("", words))
+    number, unit = match.groups()
     inside = inner(number)
     if not names:
         return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
-    free = len(unknown) < len(names) or any(map(noun.fullmatch, names))
+    free = unknown < names or any(map(noun.fullmatch, names))
     return "quantity", (inside, _unit(unit), free and all(map(str.isascii, unknown)))
 
 
 def _unit(text):
     """Returns the words of a unit in a common spelling. `text` has quotes around words: `"square meters"`
     and `"m"^{2}` both give ("m", "2")."""
-    text = text.lower().replace("per ", "/").replace("mph", "mi/h")
-    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
-    text = re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text)
-    text = re.sub(r"\bcubic (\w+)", r"\1 3", text)
-    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text))
+    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text.lower()))
     return tuple(ALIASES.get(word, word) for word in words)
 
 
@@ -901,19 +888,18 @@ def _number(text):
             end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
         return Number(value, max(len(places) - power, 0) if places else None)
-    fraction = text.removesuffix(r"\%")
-    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", fraction))
+    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", text))
     if not match:
         return None
-    sign, *digits = match.groups("0")
-    whole, top, bottom = map(int, digits)
-    if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
+    sign, mixed, *digits, percent = match.groups()
+    top, bottom = map(int, digits)
+    if bottom == 0 or (not 0 < top < bottom if mixed else top % bottom == 0):
         return None
     value = Fraction(top, bottom)
     if ":" in text and value.denominator < bottom:  # may be a time: 2:30 is not 1:15
         return None
-    value = (whole + value) * int(sign + "1")
-    return Number(value if fraction == text else value / 100, None)
+    value = (int(mixed or 0) + value) * int(sign + "1")
+    return Number(value / 100 if percent else value, None)
 
 
 # --- equality
