@@ -70,13 +70,13 @@ def _table(*rows):
 
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
-STYLED = [
-    ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
-    ("[₀-₉]+", r"_{\g<0>}"),
-    ("[¼½¾⅐-⅞]", r" \g<0>"),
-    ("[①-⑳]", r"\\textcircled{\g<0>}"),
-    ("ℝ", r"\\mathbb{R}"),
-]
+STYLED = {
+    "[⁰¹²³⁴-⁹⁻]+": r"^{\g<0>}",
+    "[₀-₉]+": r"_{\g<0>}",
+    "[¼½¾⅐-⅞]": r" \g<0>",
+    "[①-⑳]": r"\\textcircled{\g<0>}",
+    "ℝ": r"\\mathbb{R}",
+}
 CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
@@ -181,7 +181,7 @@ def _dapo(text):
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
     if not text.isascii():
-        for pattern, new in STYLED:
+        for pattern, new in STYLED.items():
             text = re.sub(pattern, new, text)
         text = unicodedata.normalize("NFKC", text)
     return text.translate(CHARACTERS)
@@ -281,10 +281,10 @@ def _progression(match):
     """Returns the integers that `...` leaves out: `1,3,...,9` as 1,3,5,7,9."""
     first, second, last = map(int, match.groups())
     step = second - first
-    steps, rest = divmod(last - first, step or 1)
-    if rest or not 2 < steps < 100:
+    found = range(first, last + step, step) if step else ()
+    if not 3 < len(found) < 101 or found[-1] != last:
         return match[0]
-    return ",".join(str(first + i * step) for i in range(steps + 1))
+    return ",".join(map(str, found))
 
 
 def _choices(match):
@@ -949,6 +949,13 @@ RATIO = re.compile(
 MISREAD = re.compile(
     r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}"
 )
+# What math-verify's parser misreads -> how to write it. It reads 2(3) as 2+3, \gamma+1 as the gamma function
+# of 1, and I as the imaginary unit. [x] is the integer part of x.
+PARSED = {
+    r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)": "*",
+    r"(?<!sqrt)\[([^][,]*)\]": r"\\lfloor \1\\rfloor ",
+    r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))": r"\\mathcal{\1\2}",
+}
 # The answers that math-verify compares with a gold matrix: a matrix, or a factor times a matrix. A sum of two
 # matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
@@ -1070,8 +1077,12 @@ def _same(answer, gold, prove):
     for kind, same in COMPARE.items():
         if kind in kinds:
             return same(answer, gold, prove)
-    if len(kinds) == 1 and answer.kind in COMPARE_PARTS:
-        return COMPARE_PARTS[answer.kind](answer.parts, gold.parts, prove)
+    if kinds == {"number"}:
+        return _same_number(answer.parts, gold.parts)
+    if kinds == {"tuple"}:
+        return _same_tuple(answer.parts, gold.parts, prove)
+    if kinds == {"text"}:
+        return answer.parts == gold.parts
     return _same_expression(answer, gold, prove)
 
 
@@ -1193,7 +1204,7 @@ def _same_quantity(answer, gold, prove):
     return _same(a, b, prove)
 
 
-def _same_number(answer, gold, prove):
+def _same_number(answer, gold):
     a, b = answer.value, gold.value
     places = [n.places for n in (answer, gold) if n.places is not None]
     if not places or answer.places == gold.places:
@@ -1239,12 +1250,6 @@ COMPARE = {
     "intervals": _same_intervals,
     "list": _same_list,
 }
-# Kinds that both Readings must have
-COMPARE_PARTS = {
-    "number": _same_number,
-    "tuple": _same_tuple,
-    "text": lambda a, b, _: a == b,
-}
 
 
 # --- math-verify
@@ -1261,16 +1266,8 @@ def _parse(text):
 
     if MISREAD.search(text):
         return None
-    text = re.sub(
-        r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text
-    )  # the parser reads 2(3) as 2+3
-    text = re.sub(
-        r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
-    )  # [x] is the integer part
-    # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
-    text = re.sub(
-        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))", r"\\mathcal{\1\2}", text
-    )
+    for pattern, new in PARSED.items():
+        text = re.sub(pattern, new, text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
@@ -1383,11 +1380,9 @@ def _has_product(node):
 
     factors = list(_factors(node))
     numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-    tops = [number for number in numbers if numer(number) not in (1, -1)]
-    bottoms = [number for number in numbers if denom(number) not in (1, -1)]
-    if len(tops) > 1 or len(bottoms) > 1:
-        return True
-    if tops and bottoms and Mul(*numbers).is_integer:
+    tops = sum(numer(number) not in (1, -1) for number in numbers)
+    bottoms = sum(denom(number) not in (1, -1) for number in numbers)
+    if max(tops, bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
         return True
     powers = [f.as_base_exp() for f in factors if not f.is_rational]
     divides = -1 in [exponent for _, exponent in powers]
