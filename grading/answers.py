@@ -76,16 +76,17 @@ STYLED = {
     "[¼½¾⅐-⅞]": r" \g<0>",
     "[①-⑳]": r"\\textcircled{\g<0>}",
     "ℝ": r"\\mathbb{R}",
+    '["＂\0\u00ad\u200b-\u200f\u2060\ufeff]': "",  # quotes and invisible characters
+    "~": " ",
 }
-CHARACTERS = _table(
-    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
-    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
-    r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
+CHARACTERS = str.maketrans(
+    _table(
+        r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+        r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
+        r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
+        r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
+    )
 )
-INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
-CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
-CHARACTERS = str.maketrans(CHARACTERS)
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
 # and \}, and the line break \\. In \\{, group 1 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
@@ -134,17 +135,11 @@ def _boxes(text):
     return sorted(found)
 
 
-def _after_thought(text):
-    after = text.rpartition("</think>")[2]
-    return "" if "<think>" in after else after
-
-
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
+    r"""Returns the content of the last \boxed{}; "" if there is none. Boxes that
     are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
     is graded as one answer, so a response can't win by offering several."""
-    text = _after_thought(text).replace(r"\fbox", r"\boxed")
-    text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    text = BARE_BOX.sub(r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))
     parts = []
     next_start = len(text)
     for start, end, content in reversed(_boxes(text)):
@@ -168,27 +163,25 @@ def _stated(text):
 
 
 def _answer_tag(text):
-    block, closed, _ = _after_thought(text).rpartition("</answer>")
+    block, closed, _ = text.rpartition("</answer>")
     _, opened, inside = block.rpartition("<answer>")
     return opened and closed and (_boxed(inside) or _stated(inside) or inside)
 
 
 def _dapo(text):
-    lines = filter(str.strip, _after_thought(text).splitlines())
+    lines = filter(str.strip, text.splitlines())
     return _stated("\n".join([*lines][-2:]))
 
 
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
-    if not text.isascii():
-        for pattern, new in STYLED.items():
-            text = re.sub(pattern, new, text)
-        text = unicodedata.normalize("NFKC", text)
-    return text.translate(CHARACTERS)
+    for pattern, new in STYLED.items():
+        text = re.sub(pattern, new, text)
+    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
 
 
 def _last(pattern, text):
-    return ["", *pattern.findall(_plain(_after_thought(text)))][-1]
+    return ["", *pattern.findall(_plain(text))][-1]
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -201,7 +194,7 @@ EXTRACTORS = {
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
     "letter": partial(_last, CHOICE),  # the last letter A to Z that is given as the answer
     "last_number": partial(_last, LAST_NUMBER),
-    "whole": _after_thought,
+    "whole": str,
 }
 
 
@@ -213,6 +206,10 @@ def extract(text: str, extractor: str = "orz") -> str | None:
         f"extractor {extractor!r} is unknown",
         f"one of {', '.join(EXTRACTORS)}",
     )
+    if extractor != "orz":
+        text = text.rpartition("</think>")[2]
+        if "<think>" in text:
+            return None
     return (EXTRACTORS[extractor](text) or "").strip() or None
 
 
@@ -250,9 +247,6 @@ STYLES = (
     "large Large underline therefore",
 )
 SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
-SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
-# Words that say nothing; the others mean "choose" and "answer"
-SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
@@ -313,6 +307,10 @@ BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
+    r"(?<!\\)\\(?:q?quad(?![a-z])|[ ,;:]) ?": " ",
+    # Words that say nothing; the others mean "choose" and "answer"
+    '(?i)"(?:such|共有?|故选|选项?|答案[是为]?|ответ)"': "",
+    r"^\s+|\s+$": "",
     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
     r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
     # (1) x=2 (2) y=3
@@ -427,7 +425,7 @@ def normalise(text: str) -> str:
         return text
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, _plain(text)).strip()
+    text = TOKEN.sub(_token, _plain(text))
     for pattern, new in TIDY:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
