@@ -252,7 +252,9 @@ TOKENS = (
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
-    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-zÀ-ɏ]+",
+    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z]"
+    # mg\sin\theta
+    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z]))[A-Za-zÀ-ɏ]+",
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
@@ -456,8 +458,6 @@ def _is_word(match):
     if not word.isascii():
         return True
     if PLURAL.sub("", word) in ALIASES:
-        if re.match(r" ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z])", after):
-            return False  # mg\sin\theta
         number = r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot|approx)*[\d})]\$? $"
         return re.search(number, before)
     if word in SPELLINGS:
@@ -1029,7 +1029,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     )
     if parts != golds and sorted(parts) == sorted(golds) and ORDERED.search(problem):
         return True
-    known, right = set(), {_bag(part.rpartition("=")[2]) for part in golds}
+    known = set()
+    right = {_bag(part.rpartition("=")[2]) for part in golds}
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
         if not right & sides:
@@ -1131,7 +1132,7 @@ def _same_expression(answer, gold, prove):
 
 
 def _variables(text):
-    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1} - {"e", "i"}
+    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1}
 
 
 def _same_named(answer, gold, prove):
@@ -1157,9 +1158,9 @@ def _same_named(answer, gold, prove):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
-    if other or "equation" in (a.kind, b.kind):
+    if other or "equation" in kinds:
         letters = _variables(b.text)
-        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
+        curve = not needed or letters and letters | {needed} <= set("Ceitxyz")
         return bool(curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
@@ -1168,22 +1169,17 @@ def _same_chain(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. If `gold` is a chain, only
     its value (7) counts. If `answer` is a chain, the texts before its value must equal the value. Roundings
     after the value must be right within one percent. If the value is an integer, they must be exact."""
-    if answer.kind != "chain":
-        return _same(answer, gold.parts[0], prove)
-    value, exact, rounded = answer.parts
+    value, exact, rounded = _parts(answer, "chain", (answer, (), ()))
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
     needed, *_ = _parts(gold, "chain", [gold])
-    same = rounds or _same(value, needed, prove)
+    verdicts = [rounds or _same(value, needed, prove)]
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
-    return same and _all(
-        [
-            same,
-            *(prove(step, text, 1e-6) for step in exact),
-            *(prove(step, text, 0.01) for step in rounded),
-        ]
-    )
+    if verdicts != [False]:
+        verdicts += [prove(step, text, 1e-6) for step in exact]
+        verdicts += [prove(step, text, 0.01) for step in rounded]
+    return _all(verdicts)
 
 
 def _all(verdicts):
@@ -1204,9 +1200,9 @@ def _same_quantity(answer, gold, prove):
 
 def _same_number(answer, gold):
     a, b = answer.value, gold.value
-    places = [n.places for n in (answer, gold) if n.places is not None]
-    if not places or answer.places == gold.places:
+    if answer.places == gold.places:
         return a == b
+    places = [n.places for n in (answer, gold) if n.places is not None]
     # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
     # one part in a million.
     difference = abs(a - b)
