@@ -562,7 +562,7 @@ BASES = _table(
     "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
     "eleven 11 twelve 12",
 )
-# What may stand before `=`: one of NAMES, and then its ENDS in the opposite order
+# What may stand before `=`: one of NAMES, and then any of its ENDS in this order
 NAMES = (
     r"(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
     r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
@@ -570,11 +570,12 @@ NAMES = (
     r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
 )
 ENDS = (
-    r"(?<=.)(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])$",  # f(x), E[X]
-    r"(?<=[A-Zf])\^\{-1\}$|(?<=sigma)\^\{2\}$",
-    r"(?<=.)(?:_\{[^{}]*\})?'*$",  # a_{1}, f'
-    r'(?<=.) ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})$',  # \angle ABC
+    r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
+    r"(?:_\{[^{}]*\})?'*",  # a_{1}, f'
+    r"(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\}",
+    r"\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\]",  # f(x), E[X]
 )
+NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
 QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
@@ -712,12 +713,7 @@ def _read_named(text, inner):
 
 def _is_name(text):
     """Returns whether a text may stand before `=`: x, f(x), AB:CD."""
-    for part in text.split(":"):  # the ratio AB:CD has two names
-        for end in ENDS:
-            part = re.sub(end, "", part)
-        if not any(re.fullmatch(name, part) for name in NAMES):
-            return False
-    return True
+    return all(map(NAME.fullmatch, text.split(":")))  # the ratio AB:CD has two names
 
 
 def _read_union(text, inner):
@@ -740,21 +736,11 @@ def _read_union(text, inner):
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
 FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
 # The signs beside a name -> the interval of its values: x<3, 1<x\le2
-INTERVALS = {
-    "<": r"(-\infty,{})",
-    ">": r"({},\infty)",
-    r"\le": r"(-\infty,{}]",
-    r"\ge": r"[{},\infty)",
-    r"\ne": r"(-\infty,{0})\cup({0},\infty)",
-    "<<": "({},{})",
-    ">>": "({1},{0})",
-    r"<\le": "({},{}]",
-    r">\ge": "[{1},{0})",
-    r"\le<": "[{},{})",
-    r"\ge>": "({1},{0}]",
-    r"\le\le": "[{},{}]",
-    r"\ge\ge": "[{1},{0}]",
-}
+INTERVALS = _table(
+    r"< (-\infty,{}) > ({},\infty) \le (-\infty,{}] \ge [{},\infty)",
+    r"\ne (-\infty,{0})\cup({0},\infty) << ({},{}) <\le ({},{}] \le< [{},{})",
+    r"\le\le [{},{}] >> ({1},{0}) >\ge [{1},{0}) \ge> ({1},{0}] \ge\ge [{1},{0}]",
+)
 
 
 def _read_inequality(text, inner):
@@ -1349,20 +1335,16 @@ def _has_power(node):
     another calculation of a number, such as 5! or |1-\sqrt2|."""
     from sympy import Abs, I, Mul, flatten
 
-    if node.is_Atom or node.is_Add or node.is_Mul:
+    base, exponent = node.as_base_exp()
+    if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1 and base.is_integer:
         return False
+    if exponent.is_integer and exponent not in (1, -1):
+        for factor in flatten([base], cls=Mul):
+            if factor.is_Pow and factor.exp.is_integer and factor.exp != -1:
+                return True
+            if factor.is_number and abs(factor) != 1 and (factor.is_rational or factor.args):
+                return True
     value = node.doit()
-    bases = []
-    if node.is_Pow and node.exp == -1:
-        if node.base.is_integer:
-            return False
-    elif node.is_Pow and node.exp.is_integer:
-        bases = flatten([node.base], cls=Mul)
-    for base in bases:
-        if base.is_Pow and base.exp.is_integer and base.exp != -1:
-            return True
-        if base.is_number and abs(base) != 1 and (base.is_rational or not base.is_Atom):
-            return True
     return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
 
 
@@ -1370,9 +1352,14 @@ def _has_product(node):
     r"""Returns whether a node is an unfinished product: two of its numbers have numerators other than 1 and
     -1 (2\cdot3x), or two have such denominators, or its numbers give an integer (4\pi/2), or a base comes
     twice (x^2/x)."""
-    from sympy import I, Mul, denom, numer
+    from sympy import I, Mul, denom, flatten, numer
 
-    factors = list(_factors(node))
+    factors = []
+    for factor in flatten([node], cls=Mul):
+        if factor.is_Pow and factor.exp == -1:  # the factors of 1/(ab) are 1/a and 1/b
+            factors += [1 / part for part in flatten([factor.base], cls=Mul)]
+        else:
+            factors.append(factor)
     numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
     tops = sum(numer(number) not in (1, -1) for number in numbers)
     bottoms = sum(denom(number) not in (1, -1) for number in numbers)
@@ -1382,14 +1369,3 @@ def _has_product(node):
     divides = -1 in [exponent for _, exponent in powers]
     bases = [base for base, exponent in powers if exponent != 1 or divides]
     return len({*bases}) < len(bases)
-
-
-def _factors(node):
-    """Yields the factors of a product. The factors of 1/(ab) are 1/a and 1/b."""
-    from sympy import Mul, flatten
-
-    for factor in flatten([node], cls=Mul):
-        if factor.is_Pow and factor.exp == -1:
-            yield from (1 / part for part in flatten([factor.base], cls=Mul))
-        else:
-            yield factor
