@@ -591,10 +591,8 @@ MATRIX = re.compile(
 )
 CASE = re.compile(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$')  # x^2,& "if" x>0
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
-# A command, a bracket, or a sign that may separate parts
-MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
-OPENING = r"( [ { \{ \begin".split()
-CLOSING = r") ] } \} \end".split()
+# An opening bracket, a closing one, or a command or a sign that may separate parts
+MARK = re.compile(r"([({[]|\\\{|\\begin)|([])}]|\\\}|\\end)|\\(?:[A-Za-z]+|\\)|[,;:=<>&]")
 EQUAL = r"= \in \equiv \approx".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
@@ -608,9 +606,9 @@ def _marks(text):
     found = []
     depth = 0
     for match in MARK.finditer(text):
-        if match[0] in OPENING:
+        if match[1]:
             depth += 1
-        if match[0] in CLOSING:
+        if match[2]:
             depth -= 1
         if depth == 0:
             found.append(match)
@@ -823,25 +821,21 @@ def _read_text(text, inner):
     if '"' not in text:
         return None
     match = QUANTITY.fullmatch(text)
-    names = set(re.findall(r"[^\W\d_]+", match[2].lower() if match else ""))
+    found = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", match[2].lower() if match else "")
+    names = set(filter(str.isalpha, found))
     if not match or NO_UNIT & names or PART.search(match[2]):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         return "text", NOUNS.sub(r"\1", ARTICLE.sub("", words))
-    number, unit = match.groups()
-    inside = inner(number)
+    inside = inner(match[1])
     if not names:
         return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
     free = unknown < names or any(map(noun.fullmatch, names))
-    return "quantity", (inside, _unit(unit), free and all(map(str.isascii, unknown)))
-
-
-def _unit(text):
-    """Returns the words of a unit in a common spelling. `text` has quotes around words: `"square meters"`
-    and `"m"^{2}` both give ("m", "2")."""
-    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text.lower()))
-    return tuple(ALIASES.get(word, word) for word in words)
+    # `"square meters"` and `"m"^{2}` have the same unit: ("m", "2").
+    unit = PLURAL.sub("", " ".join(found)).split()
+    unit = tuple(ALIASES.get(word, word) for word in unit)
+    return "quantity", (inside, unit, free and all(map(str.isascii, unknown)))
 
 
 def _read_scalar(text, inner):
