@@ -76,17 +76,15 @@ STYLED = {
     "[¼½¾⅐-⅞]": r" \g<0>",
     "[①-⑳]": r"\\textcircled{\g<0>}",
     "ℝ": r"\\mathbb{R}",
-    '["＂\0\u00ad\u200b-\u200f\u2060\ufeff]': "",  # quotes and invisible characters
-    "~": " ",
+    "[\u00ad\u200b-\u200f\u2060\ufeff]": "",  # invisible
 }
-CHARACTERS = str.maketrans(
-    _table(
-        r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
-        r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
-        r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-        r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
-    )
+CHARACTERS = _table(
+    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+    r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
+    r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
+    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
 )
+CHARACTERS = str.maketrans(CHARACTERS | {'"': "", "\0": "", "~": " "})
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
 # and \}, and the line break \\. In \\{, group 1 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
@@ -175,9 +173,11 @@ def _dapo(text):
 
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
-    for pattern, new in STYLED.items():
-        text = re.sub(pattern, new, text)
-    return unicodedata.normalize("NFKC", text).translate(CHARACTERS)
+    if not text.isascii():
+        for pattern, new in STYLED.items():
+            text = re.sub(pattern, new, text)
+        text = unicodedata.normalize("NFKC", text)
+    return text.translate(CHARACTERS)
 
 
 def _last(pattern, text):
@@ -268,9 +268,9 @@ def _digits(match):
 
 def _without_bound(match):
     r"""Removes a condition such as x>0, unless it is a part of the answer: x<5, x\ne1."""
-    answer, name = match.groups()
-    part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
-    return match[0] if re.search(part, answer) else answer
+    answer = match.string[: match.start()]
+    part = rf"[<>]|\\[gln]e|^{match[1]}(?:=|\\in)|^[^{match[1]}]*$"
+    return match[0] if re.search(part, answer) else ""
 
 
 def _progression(match):
@@ -303,6 +303,7 @@ CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?i:is|are|equals)\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
 FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
+IN_SET = r"\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
 NAMES_OF = r"[a-zC](?:,[a-z])*"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
@@ -384,10 +385,10 @@ TIDY = {
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
-    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
-    rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
+    # k\in\mathbb{Z}, and k is an integer
+    rf'{BEFORE}{NAMES_OF}(?:{IN_SET}|(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+)\)?$': "",
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
-    rf"^(.+?){BEFORE}([a-zC])(?:[<>]|\\(?:[gln]e|pm)) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
+    rf"{BEFORE}([a-zC])(?:[<>]|\\(?:[gln]e|pm)) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
@@ -399,11 +400,11 @@ TIDY = {
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)': r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
-    r"(?i)\bper ": "/",
-    r"(?i)\bmph\b": "mi/h",
+    r"\b[Pp]er ": "/",
+    "mph": "mi/h",
     r'([A-Za-z]+)"\^\{-(\d)\}': r'/\1 \2"',  # s^{-2}
-    r"(?i)\b(?:sq|square) (\w+)": r"\1 2",
-    r"(?i)\bcubic (\w+)": r"\1 3",
+    r"[Ss]q(?:uare)? (\w+)": r"\1 2",
+    r"[Cc]ubic (\w+)": r"\1 3",
     r"(?<![\\\w}^\])])\{([^{}]*)\}": r"\1",
     r"(?<=\d)\{([a-z])\}": r"\1",  # 2{x}
     r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)": "",
