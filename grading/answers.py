@@ -312,7 +312,7 @@ BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 TIDY = {
     r"(?<!\\)\\(?:q?quad(?![a-z])|[ ,;:]) ?": " ",
     # Words that say nothing; the others mean "choose" and "answer"
-    '(?i)"(?:such|共有?|故选|选项?|答案[是为]?|ответ)"': "",
+    '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
     r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
@@ -359,7 +359,6 @@ TIDY = {
     r"(\\m(?:ax|in))\\\{([^{}]*)\\\}": r"\1(\2)",
     r'^"?DNE"?$': '"does not exist"',
     r'(?i)^"(yes|no)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$': r'"\1"',
-    r'(?i)^"(?:therefore|thus|hence|so)",?(?=["\d\\])': "",
     r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
     r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),(?:\\ldots|\.\.\.) ?,(-?\d{1,9})(?![\d.])": _progression,
     r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$': _choices,
@@ -828,8 +827,6 @@ def _read_text(text, inner):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
         return "text", NOUNS.sub(r"\1", ARTICLE.sub("", words))
     inside = inner(match[1])
-    if not names:
-        return inside
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
     free = unknown < names or any(map(noun.fullmatch, names))
@@ -975,11 +972,10 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
         return chosen
     if answer == gold or kind == "exact":
         return answer == gold
-    if (
-        chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer
-    ):  # `(A) 15` equals A
+    a, b = (read(normalise(text)) for text in (answer, gold))
+    if chosen and b.parts == letter and letter in answer:  # `(A) 15` equals A
         return True
-    same = _same(read(normalise(answer)), read(normalise(gold)), prove)
+    same = _same(a, b, prove)
     ours, theirs = map(PARAMETER.search, (answer, gold))
     if same is False and ours and theirs and ours[1] != theirs[1]:
         renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
