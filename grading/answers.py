@@ -241,12 +241,6 @@ SPELLINGS = _table(
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
     r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
 )
-STYLES = (
-    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
-    "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
-    "large Large underline therefore",
-)
-SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
@@ -293,6 +287,12 @@ def _system(match):
     return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
 
 
+# Commands that change only how a text looks
+STYLES = (
+    "displaystyle|textstyle|boldsymbol|bm|mathit|mathbf|mathrm|mathsf|text|textbf"
+    "|textrm|textit|mbox|rm|bf|it|limits|hat|vec|overrightarrow|checkmark"
+    "|large|Large|underline|therefore"
+)
 # An introduction with one of these words does not give the answer: `its opposite is 7`.
 CONTRARY = (
     "no not never wrong incorrect false negative minus opposite half twice double",
@@ -310,6 +310,7 @@ BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
+    rf"\\!\s*|\\(?:{STYLES})(?![A-Za-z]) ?": "",
     r"(?<!\\)\\(?:q?quad(?![a-z])|[ ,;:]) ?": " ",
     # Words that say nothing; the others mean "choose" and "answer"
     '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
@@ -525,14 +526,14 @@ PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
 NO_UNIT = (
     "not no or on if is are was be it at by more less fewer than over under above",
-    "below about least most between times plus minus half halves third quarter from",
-    "binary base ten score gross dozen lakh crore hundred thousand basis greater",
+    "below about least most between times plus minus half from binary",
+    "base ten gross basis greater",
     "maybe perhaps otherwise modulo",
 )
 NO_UNIT = set(" ".join(NO_UNIT).split())
-NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
+    r"|\b(?:halve|third|quarter|score|dozen|lakh|crore|hundred|thousand)s?\b"
     r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
@@ -594,6 +595,7 @@ ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 # An opening bracket, a closing one, or a command or a sign that may separate parts
 MARK = re.compile(r"([({[]|\\\{|\\begin)|([])}]|\\\}|\\end)|\\(?:[A-Za-z]+|\\)|[,;:=<>&]")
 EQUAL = r"= \in \equiv \approx".split()
+RELATIONS = r"< > \le \ge \ne".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
@@ -675,9 +677,8 @@ def _read_list(text, inner):
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
             return "named", (bare.pop(), Reading("list", text, _flat(values)))
-        if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            value = Reading("tuple", text, ("=", values))
-            return "named", (f"({','.join(names)})", value)
+        # "y=2, x=1" is read as (x,y)=(1,2)
+        return "named", (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
     return "list", elements
 
 
@@ -694,9 +695,8 @@ def _read_named(text, inner):
     parts, found = _split(text, *EQUAL)
     if not found:
         return None
-    *names, value = parts
-    name = QUOTIENT.sub(r"\1\3:\2\4", names[0])
-    if value and (_is_name(name) or TOTAL.fullmatch(name)):
+    name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])
+    if _is_name(name) or TOTAL.fullmatch(name):
         right = text[len(parts[0] + found[0]) :].strip()
         return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
@@ -732,25 +732,25 @@ def _read_union(text, inner):
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
-FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
-# The signs beside a name -> the interval of its values: x<3, 1<x\le2
+# A relation between a name x and numbers -> the interval of x
 INTERVALS = _table(
-    r"< (-\infty,{}) > ({},\infty) \le (-\infty,{}] \ge [{},\infty)",
-    r"\ne (-\infty,{0})\cup({0},\infty) << ({},{}) <\le ({},{}] \le< [{},{})",
-    r"\le\le [{},{}] >> ({1},{0}) >\ge [{1},{0}) \ge> ({1},{0}] \ge\ge [{1},{0}]",
+    r"x< (-\infty,{}) x> ({},\infty) x\le (-\infty,{}] x\ge [{},\infty)",
+    r"<x ({},\infty) >x (-\infty,{}) \lex [{},\infty) \gex (-\infty,{}]",
+    r"x\ne (-\infty,{0})\cup({0},\infty) \nex (-\infty,{0})\cup({0},\infty)",
+    r"<x< ({},{}) <x\le ({},{}] \lex< [{},{}) \lex\le [{},{}]",
+    r">x> ({1},{0}) >x\ge [{1},{0}) \gex> ({1},{0}] \gex\ge [{1},{0}]",
 )
 
 
 def _read_inequality(text, inner):
     r"""Returns a Reading of the kind "named" for x<2, 2>x, 1<x\le 2 and x\ne 1: the name of the intervals is
     x. Other inequalities, such as x+y<2, are of the kind "equation"."""
-    parts, signs = _split(text, *FLIPPED)
+    parts, signs = _split(text, *RELATIONS)
     if not signs:
         return None
-    if len(parts) == 2 and not _is_name(parts[0]):
-        parts.reverse()
-        signs = [FLIPPED[signs[0]]]
-    name = parts.pop(len(signs) - 1)
+    place = 0 if len(parts) == 2 and _is_name(parts[0]) else 1
+    name = parts.pop(place)
+    signs.insert(place, "x")
     interval = INTERVALS.get("".join(signs))
     if interval and _is_name(name) and all(parts):
         edges = _edges(inner(interval.format(*parts)))
@@ -766,8 +766,6 @@ def _edges(reading):
     kind, _, parts = reading
     if kind == "intervals":
         return parts
-    if kind == "named":
-        return _edges(parts[1])
     if kind == "list":
         edges = []
         for part in sorted(parts, key=lambda part: r"\ne" in part.text):
@@ -1232,7 +1230,6 @@ def _parse(text):
     whole text."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-    from math_verify.grader import should_treat_as_complex
     from sympy import Float, I, Rational, evaluate, sympify
 
     if MISREAD.search(text):
@@ -1244,7 +1241,7 @@ def _parse(text):
     with suppress(Exception), evaluate(False):
         found = latex2sympy(
             text,
-            is_real=not should_treat_as_complex(text),
+            is_real=True,
             normalization_config=None,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
@@ -1290,9 +1287,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             return bool(a != 0 != b and cancel(a / b).is_number)
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
-        return verify(
-            right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
-        )
+        return verify(right, left, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
