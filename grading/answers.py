@@ -9,7 +9,7 @@ math-verify, which may hang or crash. So grading/worker.py runs `grade` in proce
 Equality is decided in three steps:
 
 1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`. It removes
-   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see PHRASES).
+   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see TIDY).
 2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
 3. math-verify compares expressions and equations, such as `x+1`.
 
@@ -82,7 +82,8 @@ CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
+    r"σ \sigma φ \phi ω \omega",
+    r"€ \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
 )
 CHARACTERS = str.maketrans(CHARACTERS | {'"': "", "\0": "", "~": " "})
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
@@ -248,7 +249,8 @@ TOKENS = (
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
     r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z]"
     # mg\sin\theta
-    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z]))[A-Za-zÀ-ɏ]+",
+    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z]))"
+    r"[A-Za-zÀ-ɏ]+",
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
@@ -392,12 +394,14 @@ TIDY = {
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
-    rf'(?:(?:[^\W\d]+" (?:of )?[a-z] ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?|[^\W\d]+" ?:)(?=.)': "",
+    rf'(?:(?:[^\W\d]+" (?:of )?[a-z] ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
+    r'|[^\W\d]+" ?:)(?=.)': "",
     rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
-    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)': r"\2 \1",
+    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?'
+    r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
     r"\b[Pp]er ": "/",
@@ -1295,25 +1299,19 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 @lru_cache(4096)
 def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
-    from sympy import Expr
+    from sympy import Add, Expr, flatten
 
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        if _has_sum(node):
+        # The value of a sum has fewer terms: 2x+3x and 5x-(2x-1).
+        terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+        if len(Add.make_args(node.doit())) < sum(map(len, terms)):
             found.add("sum")
         if _has_power(node):
             found.add("power")
         if _has_product(node):
             found.add("product")
     return found
-
-
-def _has_sum(node):
-    """Returns whether the value has fewer terms: 2x+3x and 5x-(2x-1)."""
-    from sympy import Add, flatten
-
-    terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
-    return len(Add.make_args(node.doit())) < sum(map(len, terms))
 
 
 def _has_power(node):
