@@ -305,15 +305,14 @@ CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?i:is|are|equals)\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
 FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
-IN_SET = r"\\in ?(?:\\mathbb ?)?\{?[A-Z][\^_{}+*]*"
-NAMES_OF = r"[a-zC](?:,[a-z])*"
+NAMES_OF = r"[a-zC](?:,[a-z])*\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
-    rf"\\!\s*|\\(?:{STYLES})(?![A-Za-z]) ?": "",
-    r"(?<!\\)\\(?:q?quad(?![a-z])|[ ,;:]) ?": " ",
+    rf"(?<!\\)((?:\\\\)*)\\(?:!\s*|(?:{STYLES})(?![A-Za-z]) ?)": r"\1",
+    r"(?<!\\)((?:\\\\)*)\\(?:q?quad(?![a-z])|[ ,;:]) ?": r"\1 ",
     # Words that say nothing; the others mean "choose" and "answer"
     '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
@@ -387,10 +386,10 @@ TIDY = {
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
-    # k\in\mathbb{Z}, and k is an integer
-    rf'{BEFORE}{NAMES_OF}(?:{IN_SET}|(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+)\)?$': "",
+    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
+    rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
-    rf"{BEFORE}([a-zC])(?:[<>]|\\(?:[gln]e|pm)) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
+    rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
@@ -770,6 +769,8 @@ def _edges(reading):
     kind, _, parts = reading
     if kind == "intervals":
         return parts
+    if kind == "named":
+        return _edges(parts[1])
     if kind == "list":
         edges = []
         for part in sorted(parts, key=lambda part: r"\ne" in part.text):
@@ -1127,8 +1128,10 @@ def _same_named(answer, gold, prove):
         and {name, needed} != {"y", "f(x)"}
     )
     kinds = {a.kind, b.kind}
-    if other and kinds == {"intervals"}:  # b>a equals a<b
-        return prove(answer.text, gold.text)
+    if "intervals" in kinds:
+        if len(kinds) == 1 and name and needed and name != needed:  # b>a equals a<b
+            return prove(answer.text, gold.text)
+        return _same(a, b, prove)
     if other and not kinds <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
