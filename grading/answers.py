@@ -241,6 +241,7 @@ SPELLINGS = _table(
     r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
     r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
+    r"\widehat \overarc \wideparen \overarc",
 )
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
@@ -518,7 +519,7 @@ UNIT_NAMES = (
     "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
     "euro 欧元 евро; rouble ruble руб рубль рубля рублей; шт штук штуки",
     "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
-    "pa pascal; am; pm; sq; unit; 个; 人; 种",
+    "pa pascal; am; pm; sq; unit; 个; 人; 种; furlong; zentner",
 )
 ALIASES = {}
 for row in ";".join(UNIT_NAMES).split(";"):
@@ -536,7 +537,7 @@ NO_UNIT = (
 NO_UNIT = set(" ".join(NO_UNIT).split())
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
-    r"|\b(?:halve|third|quarter|score|dozen|lakh|crore|hundred|thousand)s?\b"
+    r"|\b(?:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
     r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and

@@ -448,6 +448,12 @@ k=2,b=-1 ~ b=-1,k=2 ~ (k,b)=(2,-1) ~~ (k,b)=(-1,2) ~ b=2,k=-1
 There are $8$ such triangles. ~ 8 ~ 8 triangles ~~ 9 triangles
 (5,-3) ~ \text{center }(5,-3) ~~ \text{not }(5,-3) ~ outside (5,-3) ~ \text{the opposite of }(5,-3)
 110 ~ \boxed{110 ~ \boxed{110} ~~ \boxed{11 ~ \boxed{11}0
+60^\circ ~ \overarc{AB}=60^\circ ~ \widehat{AB}=60^{\circ} ~~ \overarc{AB}=61^\circ
+\overarc{AB}=60^\circ ~ \widehat{AB}=60^\circ ~ 60 ~~ \overarc{CD}=60^\circ ~ 6
+5 ~ 5 zentner ~~ 5 couples ~ 5 couple ~ 5 tenfold
+x>3 ~ \{x>3\} ~ (3,\infty) ~ A=(3,\infty) ~~ x-3>0 ~ 2x+1>7 ~ 3>x (x\ne 1) ~ x_2<3
+2xyz ~ 2x y z ~~ 2 ~ 2xy
+x^2-1 ~ x^2-1,\text{ where }k\text{ is an integer}, k\in\mathbb{Z} ~~ x^2-1;cm ~ x^2-1,x\pm1
 \{(x,y)\mid x+y=1\} ~ x+y=1 ~ \{(x,y):y=1-x\} ~~ \{(x,y)\mid x+y=2\}
 """)
 
