@@ -492,9 +492,9 @@ class Reading(NamedTuple):
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
                     1:2:3, "mod 7" for 3 \pmod 7, "matrix" for rows, and "&" for the cells of a row
-        intervals   edges. An interval has two edges. An edge is (bracket, [Reading of the number]). 1<x\le2
-                    has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
-        named       (name, Reading of the value): x=5 is ("x", Reading of 5)
+        intervals   edges. An interval has two edges. An edge is (bracket, [Reading of the number])
+        named       (name, Reading of the value): x=5 is ("x", Reading of 5). 1<x\le2 is ("x", intervals) with
+                    the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
                     ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
         text        words in lower case, without articles and plural s; or letters such as C or AB; or
@@ -659,8 +659,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 def _read_list(text, inner):
     r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
-    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2", and
-    "intervals" for "x<1; x>2"."""
+    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2" and
+    "x<1; x>2"."""
     parts, found = _split(text, ";")
     if not found:
         parts, found = _split(text, ",")
@@ -901,7 +901,7 @@ def _number(text):
 #                                 be the value of a trigonometric function in the gold answer
 #
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
-# variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
+# variable (also e or i): one match in the gold answer allows any number of matches in the answer. A pattern that ends with
 # .* counts several operations as one.
 OPERATIONS = list(
     map(
@@ -1071,6 +1071,7 @@ def _parts(reading, kind, other):
 
 
 def _same_intervals(answer, gold, prove):
+    """Does the work of `_same` if one or both Readings are intervals: their edges must be the same."""
     a, b = _edges(answer), _edges(gold)
     return bool(a and b) and _unordered(a, b, prove, _same_tuple)
 
