@@ -901,8 +901,8 @@ def _number(text):
 #                                 be the value of a trigonometric function in the gold answer
 #
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
-# variable (also e or i): one match in the gold answer allows any number of matches in the answer. A pattern that ends with
-# .* counts several operations as one.
+# variable (also e or i): one match in the gold answer allows any number of matches in the answer. A pattern
+# that ends with .* counts several operations as one.
 OPERATIONS = list(
     map(
         re.compile,
