@@ -312,8 +312,8 @@ BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
-    rf"(?<!\\)((?:\\\\)*)\\(?:!\s*|(?:{STYLES})(?![A-Za-z]) ?)": r"\1",
-    r"(?<!\\)((?:\\\\)*)\\(?:q?quad(?![a-z])|[ ,;:]) ?": r"\1 ",
+    rf"(\\\\)|\\(?:!\s*|(?:{STYLES})(?![A-Za-z]) ?)": r"\1",
+    r"(\\\\)|\\(?:q?quad(?![a-z])|[ ,;:]) ?": r"\1 ",
     # Words that say nothing; the others mean "choose" and "answer"
     '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
@@ -328,7 +328,7 @@ TIDY = {
     r"\b([ap])\. ?m\b\.?": r'"\1m"',
     r"(?<=\d)(?:st|nd|rd|th)\b": "",
     r'\\(?:text)?color ?\{"?\w+"?\}': "",
-    r'\\\\\[[\d.]+ ?"?\w+"?\]': r"\\\\",  # \\[2pt], a row's end with extra space, becomes \\
+    r'\\\\ ?\[[\d.]+ ?"?\w+"?\]': r"\\\\",  # \\[2pt], a row's end with extra space, becomes \\
     r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)": '"degrees"',
     r"\^ ?\{?('+)\}?": r"\1",
     r"\\textcircled ?\{(\d+)\}": r',"circled \1",',
