@@ -9,7 +9,7 @@ math-verify, which may hang or crash. So grading/worker.py runs `grade` in proce
 Equality is decided in three steps:
 
 1. `normalise` rewrites both texts in one common spelling: `5~\text{ meters}` becomes `5 "meters"`. It removes
-   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see PHRASES).
+   introductions such as `the answer is`, and conditions such as `k\in\mathbb{Z}` (see TIDY).
 2. `read` gives each text a type, such as number or list. Texts of the same type are compared part by part.
 3. math-verify compares expressions and equations, such as `x+1`.
 
@@ -70,25 +70,25 @@ def _table(*rows):
 
 # Unicode characters and what replaces them. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
-STYLED = [
-    ("[⁰¹²³⁴-⁹⁻]+", r"^{\g<0>}"),
-    ("[₀-₉]+", r"_{\g<0>}"),
-    ("[¼½¾⅐-⅞]", r" \g<0>"),
-    ("[①-⑳]", r"\\textcircled{\g<0>}"),
-    ("ℝ", r"\\mathbb{R}"),
-]
+STYLED = {
+    "[⁰¹²³⁴-⁹⁻]+": r"^{\g<0>}",
+    "[₀-₉]+": r"_{\g<0>}",
+    "[¼½¾⅐-⅞]": r" \g<0>",
+    "[①-⑳]": r"\\textcircled{\g<0>}",
+    "ℝ": r"\\mathbb{R}",
+    "[\u00ad\u200b-\u200f\u2060\ufeff]": "",  # invisible
+}
 CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-    r"σ \sigma φ \phi ω \omega € \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
+    r"σ \sigma φ \phi ω \omega",
+    r"€ \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
 )
-INVISIBLE = "\0\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufeff"
-CHARACTERS |= dict.fromkeys(INVISIBLE + '"', "") | {"~": " "}
-CHARACTERS = str.maketrans(CHARACTERS)
-# Group 1 matches \boxed{, and group 2 any other brace. `_boxes` skips all other matches: the printed braces
-# \{ and \}, and the line break \\. In \\{, group 2 matches the brace.
-BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|(\\boxed\s*\{)|([{}])")
+CHARACTERS = str.maketrans(CHARACTERS | {'"': "", "\0": "", "~": " "})
+# Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
+# and \}, and the line break \\. In \\{, group 1 matches the brace.
+BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
 BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
@@ -114,50 +114,38 @@ def extract_answer(text: str) -> str | None:
     A block without its end does not count, so `text` must include the stop string `</answer>`.
     """
     for block in reversed(text.split("</answer>")[:-1]):
-        _, opened, inside = block.partition("<answer>")
-        boxes = _boxes(inside)
-        if opened and boxes:
-            _, start, end, _ = boxes[-1]
-            return inside[start:end].strip() or None
+        boxes = _boxes(block.partition("<answer>")[2])
+        if boxes:
+            return boxes[-1][2] or None
     return None
 
 
 def _boxes(text):
-    r"""Returns the positions of all balanced \boxed{}, sorted: (start of the box, start of its content, end
-    of its content, end of the box)."""
-    # `stack` has an entry for each open brace: (start of \boxed, start of the content), or None if the brace
-    # belongs to no \boxed.
-    found, stack = [], []
-    for match in BRACE.finditer(text):
-        if match[1]:
-            stack.append(match.span())
-        elif match[2] == "{":
-            stack.append(None)
-        elif match[2] and stack:
-            box = stack.pop()
-            if box:
-                found.append((*box, *match.span()))
+    r"""Returns all balanced \boxed{}, sorted by start: (start, end, content)."""
+    found, opened = [], []
+    for brace in BRACE.finditer(text):
+        if brace[1]:
+            opened.append(brace)
+        elif brace[2] and opened:
+            first = opened.pop()
+            if first[1] != "{":
+                content = text[first.end() : brace.start()].strip()
+                found.append((first.start(), brace.end(), content))
     return sorted(found)
 
 
-def _after_thought(text):
-    after = text.rpartition("</think>")[2]
-    return "" if "<think>" in after else after
-
-
 def _boxed(text):
-    r"""Returns the content of the last \boxed{} after `</think>`; "" if there is none. Boxes that
+    r"""Returns the content of the last \boxed{}; "" if there is none. Boxes that
     are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
     is graded as one answer, so a response can't win by offering several."""
-    text = _after_thought(text).replace(r"\fbox", r"\boxed")
-    text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    parts, next_start = [], None
-    for start, inside, inside_end, end in reversed(_boxes(text)):
-        if parts:
-            gap = text[end:next_start]
-            if end > next_start or not BETWEEN_BOXES.fullmatch(gap):
-                break
-        parts.insert(0, text[inside:inside_end].strip())
+    text = BARE_BOX.sub(r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))
+    parts = []
+    next_start = len(text)
+    for start, end, content in reversed(_boxes(text)):
+        gap = text[end:next_start]
+        if parts and (end > next_start or not BETWEEN_BOXES.fullmatch(gap)):
+            break
+        parts.insert(0, content)
         next_start = start
     return "; ".join(parts)
 
@@ -174,27 +162,27 @@ def _stated(text):
 
 
 def _answer_tag(text):
-    block, closed, _ = _after_thought(text).rpartition("</answer>")
+    block, closed, _ = text.rpartition("</answer>")
     _, opened, inside = block.rpartition("<answer>")
     return opened and closed and (_boxed(inside) or _stated(inside) or inside)
 
 
 def _dapo(text):
-    lines = filter(str.strip, _after_thought(text).splitlines())
+    lines = filter(str.strip, text.splitlines())
     return _stated("\n".join([*lines][-2:]))
 
 
 def _plain(text):
     """Returns `text` with Unicode characters replaced by ASCII and LaTeX: `x²` by `x^{2}`."""
     if not text.isascii():
-        for pattern, new in STYLED:
+        for pattern, new in STYLED.items():
             text = re.sub(pattern, new, text)
         text = unicodedata.normalize("NFKC", text)
     return text.translate(CHARACTERS)
 
 
 def _last(pattern, text):
-    return ["", *pattern.findall(_plain(_after_thought(text)))][-1]
+    return ["", *pattern.findall(_plain(text))][-1]
 
 
 # Name of an extractor -> function that takes a response and returns the answer in it. All extractors except
@@ -207,7 +195,7 @@ EXTRACTORS = {
     "dapo": _dapo,  # `Answer: 42` or `The answer is 42` in the last two lines
     "letter": partial(_last, CHOICE),  # the last letter A to Z that is given as the answer
     "last_number": partial(_last, LAST_NUMBER),
-    "whole": _after_thought,
+    "whole": str,
 }
 
 
@@ -219,6 +207,10 @@ def extract(text: str, extractor: str = "orz") -> str | None:
         f"extractor {extractor!r} is unknown",
         f"one of {', '.join(EXTRACTORS)}",
     )
+    if extractor != "orz":
+        text = text.rpartition("</think>")[2]
+        if "<think>" in text:
+            return None
     return (EXTRACTORS[extractor](text) or "").strip() or None
 
 
@@ -249,22 +241,17 @@ SPELLINGS = _table(
     r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
     r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
+    r"\widehat \overarc \wideparen \overarc",
 )
-STYLES = (
-    "! displaystyle textstyle boldsymbol bm mathit mathbf mathrm mathsf text",
-    "textbf textrm textit mbox rm bf it limits hat vec overrightarrow checkmark",
-    "large Large underline therefore",
-)
-SPELLINGS |= {rf"\{name}": "" for name in " ".join(STYLES).split()}
-SPELLINGS |= dict.fromkeys(r"\ \quad \qquad \, \; \:".split(), " ")
-# Words that say nothing; the others mean "choose" and "answer"
-SPELLINGS |= dict.fromkeys("such 共 共有 故选 选 选项 答案 答案是 答案为 ответ".split(), "")
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
-    r"\\(?P<font>text|textbf|textrm|textit|mbox|math(?:rm|sf)|operatorname)\s*"
+    r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
-    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z])[A-Za-zÀ-ɏ]+",
+    r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z]"
+    # mg\sin\theta
+    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z]))"
+    r"[A-Za-zÀ-ɏ]+",
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
@@ -276,35 +263,21 @@ def _digits(match):
     return re.sub(r"\D", "", match[0])
 
 
-def _without_phrases(match):
-    r"""Removes introductions and conditions. In x>0, x\ne1 and x\in\mathbb{R}, x\ne1, the condition stays,
-    because it is a part of the answer."""
-    found = list(PHRASE.finditer(match[0]))
-    tokens = [token[0] for token in found]
-    classes = "".join(CLASSES.get(t[0].lower()) or t.lastgroup or t[0] for t in found)
-    for pattern in PHRASES:
-        phrase = pattern.search(classes)
-        if not phrase:
-            continue
-        start, end = phrase.span()
-        if phrase.lastindex:
-            name = tokens[phrase.start(1)]
-            part = rf"[<>]|\\[gln]e|^{name}(?:=|\\in)|^[^{name}]*$"
-            if re.search(part, "".join(tokens[:start])):
-                continue
-        classes = classes[:start] + classes[end:]
-        del tokens[start:end]
-    return "".join(tokens)
+def _without_bound(match):
+    r"""Removes a condition such as x>0, unless it is a part of the answer: x<5, x\ne1."""
+    answer = match.string[: match.start()]
+    part = rf"[<>]|\\[gln]e|^{match[1]}(?:=|\\in)|^[^{match[1]}]*$"
+    return match[0] if re.search(part, answer) else ""
 
 
 def _progression(match):
     """Returns the integers that `...` leaves out: `1,3,...,9` as 1,3,5,7,9."""
     first, second, last = map(int, match.groups())
     step = second - first
-    steps, rest = divmod(last - first, step or 1)
-    if rest or not 2 < steps < 100:
+    found = range(first, last + step, step) if step else ()
+    if not 3 < len(found) < 101 or found[-1] != last:
         return match[0]
-    return ",".join(str(first + i * step) for i in range(steps + 1))
+    return ",".join(map(str, found))
 
 
 def _choices(match):
@@ -317,168 +290,136 @@ def _system(match):
     return re.sub(r"[.,;]? ?\\\\", ",", match[1].replace("&", ""))
 
 
-# Phrases are found in a text of classes, which has one letter for each token: `"the answer is" 5` has the
-# classes "w s s" d. The class of a token is that of CLASSES, or the name of its group in PHRASE, or itself.
-PHRASE = re.compile(
-    r"(?P<k>\\[A-Za-z]+)|(?P<w>[A-Za-z]{2,})|(?P<v>[a-z])|(?P<V>[A-Z])"
-    r"|(?P<d>[\d.]+)|(?P<u>[^\W\d_]+)|."
+# Commands that change only how a text looks
+STYLES = (
+    "displaystyle|textstyle|boldsymbol|bm|mathit|mathbf|mathrm|mathsf|text|textbf"
+    "|textrm|textit|mbox|rm|bf|it|limits|hat|vec|overrightarrow|checkmark"
+    "|large|Large|underline|therefore"
 )
-CLASSES = (
-    # A phrase with one of the words x is no introduction of the answer: `its opposite is 7`.
-    "x no not never wrong incorrect false negative minus opposite half twice double",
-    "x reciprocal inverse more less most least bound excluded neither nothing but",
-    "x except divisible exceeds up outside beyond reflection",
-    "s is are equals",
-    "A answer",
-    "a the final correct",
-    "E equal",
-    "q for all every each where with if when",
-    "i an any some integer constant constants arbitrary real",
-    "o of",
-    r"e \in",
-    r"m \mathbb",
-    r"b \le \ge \ne < >",
-    "C c",
+# An introduction with one of these words does not give the answer: `its opposite is 7`.
+CONTRARY = (
+    "no not never wrong incorrect false negative minus opposite half twice double",
+    "reciprocal inverse more less most least bound excluded neither nothing but",
+    "except divisible exceeds up outside beyond reflection",
 )
-CLASSES = {word: row[0] for row in CLASSES for word in row.split()[1:]}
-BEFORE = r'(?<=[^,;( ])(?:[,;(]| (?=[vC][ebkm])| ?"[qi ]+")+ ?'
-# Patterns of classes. What matches is removed.
-PHRASES = list(
-    map(
-        re.compile,
-        (
-            rf"{BEFORE}[vC](?:,v)*e ?m?\{{?[VC][\^_{{}}+*]*\)?$",  # k\in\mathbb{Z}
-            rf'{BEFORE}[vC](?:,v)*(?: ?"?[siv](?:[ "]|$))+\)?$',  # k is an integer
-            r'(?<=[^,;( ])[,;(]? ?"[qi ]+" ?[vC](?:,v)*\)?$',  # for all x
-            rf"{BEFORE}([vC])b ?(?:-|k ?)?[dvVCw]+\)?$",  # x>0
-            r'(?<=^")(?:a )*A(?: s)? (?!s")(?=\w)',  # the answer is Tuesday
-            r'^"(?![^"]*x)(?:[^\Wd] ){0,9}'  # the value of x is 5
-            r'(?:(?:[^\Wd]" (?:o )?v ?")?(?:s|A|E w)" ?:?|[^\Wd]" ?:)(?=.)',
-            r'^"(?![^"]*x)[^\Wd ][^\Wd]*(?: [^\Wd]+)*"(?=\(.+,.+\)$)',  # center (5,-3)
-        ),
-    )
-)
-# (pattern, replacement): the rules that `normalise` applies, in this order, after it has replaced the matches
+CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
+IS = r"(?i:is|are|equals)\b"
+SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
+FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
+NAMES_OF = r"[a-zC](?:,[a-z])*\b"
+# What stands between an answer and its condition
+BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
+# Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
-TIDY = [
-    (re.compile(pattern), new)
-    for pattern, new in [
-        (r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?", ""),
-        (r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]", r" \1 "),
-        # (1) x=2 (2) y=3
-        (r"^\(?[1Ii]\) +(.{1,300}?)[;,.]? ?\(?(?:2|II|ii)\) *(?=[^ )+*/^])", r"\1; "),
-        (r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$", r'\1"dollars"'),
-        (r'"per" ?"cent"|"per cent"', r"\\%"),
-        (r'(?<=[\d})]) *"to" *(?=[\d\\(])', ":"),
-        (r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})", r"\\sqrt{\1}"),
-        (r"\b([ap])\. ?m\b\.?", r'"\1m"'),
-        (r"(?<=\d)(?:st|nd|rd|th)\b", ""),
-        (r'\\(?:text)?color ?\{"?\w+"?\}', ""),
-        (r'\\\\\[[\d.]+ ?"?\w+"?\]', r"\\\\"),  # \\[2pt], a row's end with extra space, becomes \\
-        (r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)", '"degrees"'),
-        (r"\^ ?\{?('+)\}?", r"\1"),
-        (r"\\textcircled ?\{(\d+)\}", r',"circled \1",'),
-        (r"(?<=\d)\.(?=[/}])", ""),  # 3./2
-        (
-            r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"',
-            r"\1\\frac{\2\\pi}{180}",
-        ),
-        (r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?', r'"deg\1"'),
-        (
-            r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)',
-            r'\2 "choices \1"',
-        ),  # (B) 15
-        (r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"', r"\\emptyset "),
-        (r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?", r"\\\1{matrix}"),
-        (r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"', r"\\mathbb{R}"),
-        (r"\\mathbb ?([A-Z])", r"\\mathbb{\1}"),
-        (r"(?<=\b[A-Z]) (?=[A-Z]\b)", ""),  # \angle A B C
-        (
-            r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$",
-            _system,
-        ),
-        (r"\\\{ ?\\begin\{matrix\}(.*)\\end\{matrix\}$", r"\\begin{cases}\1\\end{cases}"),
-        (r"((?<![\d.])-?0)\{,\}(?=\d)|(\d)\{,\}(?=\d\d?(?!\d))", r"\1\2."),  # decimal commas
-        (r"(\d)\{,\}(?=\d{3})", r"\1"),
-        (r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})", _digits),
-        (r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])", _digits),
-        (r"\s+", " "),
-        (r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)", _digits),
-        (r'" ?"', " "),
-        (r" ?([-+*/=<>,;:^_(){}\[\]|]) ?", r"\1"),
-        (r" (?=\\)", ""),
-        (r"\](?=[^][(),;]+[,;][^][(),;]+[][])", "("),  # ]0,1[ is (0,1)
-        (r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))", ")"),
-        (r"^([+-]?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
-        (
-            r"^([+-]?\d{0,9}\.\d{0,9}?)(?:(\d)\2{2,9}|(\d{2,9})\3{1,3})\\ldots$",
-            r"\1\\overline{\2\3}",
-        ),  # 0.333...
-        (r'^([+-]?\d+),(?=\d+ ?"[^!-~])', r"\1."),  # 7,2 см
-        (r'(?<=")/(h|s|g|kg|m|cm|min|[Ll])(?![A-Za-z])', r'/"\1"'),  # 5 "m"/s
-        (r'\\frac\{("\w+")\}\{("\w+")\}', r"\1/\2"),
-        (r"(\\m(?:ax|in))\\\{([^{}]*)\\\}", r"\1(\2)"),
-        (r'^"?DNE"?$', '"does not exist"'),
-        (r'(?i)^"(yes|no)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$', r'"\1"'),
-        (r'(?i)^"(?:therefore|thus|hence|so)",?(?=["\d\\])', ""),
-        (r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))', r'"\1"='),
-        (
-            r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),(?:\\ldots|\.\.\.) ?,(-?\d{1,9})(?![\d.])",
-            _progression,
-        ),
-        (r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$', _choices),
-        (r"\|([A-Z]{2})\|(?==)", r"\1"),
-        (r"[,;]+([,;])", r"\1"),
-        (r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))", r"\\\1{\2}"),
-        (r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))", r"\1{\2}"),
-        (r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))", r"\1{\2}"),
-        (r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}", r"\\overline{\1\2\3}"),  # 0.\dot1\dot8
-        (r"(\d\.?)\\%", r"\1*10^{-2}"),
-        (r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}", r"\\\2{\1}{\3}"),
-        (r"(\\sqrt|\^)\(([^()]*)\)", r"\1{\2}"),
-        (r"([\^_])([+-]?\d+|[A-Za-z])", r"\1{\2}"),
-        (
-            r"(?<![^,;=])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=){1,9}([^,;=()]+)(?![^,;]))",
-            r"\1=\2,",
-        ),  # x=y=2
-        (r"C_\{([\w+-]+)\}\^\{(\w+)\}", r"\\binom{\1}{\2}"),
-        (r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$", r"\1\\frac{\2}{\3}"),  # \ln5/\ln2
-        (r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$", r"\1\\frac{\3}{\5}"),  # (1)/(2)
-        (r'\(("[^"]*")\)$', r"\1"),  # 5 (cm)
-        (r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$", r"-\1"),  # -(1/2)
-        (r"^([A-Z])(?=\([^()]*,[^()]*\)$)", r"\1="),  # the point A(1,2)
-        # {x | x>2} and {(x,y) | x+y=1}
-        (r"^\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$", r"\1"),
-        (
-            r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$",
-            r"\1,\2",
-        ),  # {2k | k in Z}
-        (r"(\\mathbb\{R\})-(?=\\\{)", r"\1\\setminus "),
-        (r'^"((?!answer)[a-z]+s)":([\d.]+)$', r'\2 "\1"'),  # hours: 3
-        (
-            r'^(?:"|.*(?:[<>]|\b(?:is|any?|integer|all|for|where)\b|\\(?:in|[gln]e)(?![a-z]))).*$',
-            _without_phrases,
-        ),
-        (r"^(.*[tux].*)\+[cK]$", r"\1+C"),  # constant of integration
-        (r"\\mathbb\{R\}", r"(-\\infty,\\infty)"),
-        (r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$', ""),
-        (
-            r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?(\d*\.?\d+(?:\*10\^\{\d+\})?)',
-            r"\2 \1",
-        ),
-        (r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)', r"\1 "),  # 2 hours and 30 minutes
-        (r'_ ?"(\w+)"', r'_{"\1"}'),
-        (r"(?<![\\\w}^\])])\{([^{}]*)\}", r"\1"),
-        (r"(?<=\d)\{([a-z])\}", r"\1"),  # 2{x}
-        (r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)", ""),
-        (r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$", r"\1\2\3;-\3\2 \1"),
-        (r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$", r"-\3\2 \1\2\3"),
-        (r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$", r"\3\2 \1"),  # -x<-3
-        (r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$", r"-\3\2 \1"),
-        (r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$", r"\1=\3,\2=\4"),
-        (r"^(?:\\approx|[=:,])+ ?", ""),
-    ]
-]
+TIDY = {
+    rf"(\\\\)|\\(?:!\s*|(?:{STYLES})(?![A-Za-z]) ?)": r"\1",
+    r"(\\\\)|\\(?:q?quad(?![a-z])|[ ,;:]) ?": r"\1 ",
+    # Words that say nothing; the others mean "choose" and "answer"
+    '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
+    r"^\s+|\s+$": "",
+    r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
+    r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
+    # (1) x=2 (2) y=3
+    r"^\(?[1Ii]\) +(.{1,300}?)[;,.]? ?\(?(?:2|II|ii)\) *(?=[^ )+*/^])": r"\1; ",
+    r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$": r'\1"dollars"',
+    r'"per" ?"cent"|"per cent"': r"\\%",
+    r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
+    r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})": r"\\sqrt{\1}",
+    r"\b([ap])\. ?m\b\.?": r'"\1m"',
+    r"(?<=\d)(?:st|nd|rd|th)\b": "",
+    r'\\(?:text)?color ?\{"?\w+"?\}': "",
+    r'\\\\ ?\[[\d.]+ ?"?\w+"?\]': r"\\\\",  # \\[2pt], a row's end with extra space, becomes \\
+    r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)": '"degrees"',
+    r"\^ ?\{?('+)\}?": r"\1",
+    r"\\textcircled ?\{(\d+)\}": r',"circled \1",',
+    r"(?<=\d)\.(?=[/}])": "",  # 3./2
+    r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"': r"\1\\frac{\2\\pi}{180}",
+    r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?': r'"deg\1"',
+    r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)': r'\2 "choices \1"',  # (B) 15
+    r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"': r"\\emptyset ",
+    r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?": r"\\\1{matrix}",
+    r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"': r"\\mathbb{R}",
+    r"\\mathbb ?([A-Z])": r"\\mathbb{\1}",
+    r"(?<=\b[A-Z]) (?=[A-Z]\b)": "",  # \angle A B C
+    r"^(?:\\\{)?\\begin\{\w+\}(?=[^=]*=)((?:[^&]|&=)*)\\end\{\w+\}$": _system,
+    r"\\\{ ?\\begin\{matrix\}(.*)\\end\{matrix\}$": r"\\begin{cases}\1\\end{cases}",
+    r"((?<![\d.])-?0)\{,\}(?=\d)|(\d)\{,\}(?=\d\d?(?!\d))": r"\1\2.",  # decimal commas
+    r"(\d)\{,\}(?=\d{3})": r"\1",
+    r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})": _digits,
+    r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])": _digits,
+    r"\s+": " ",
+    r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)": _digits,
+    r'" ?"': " ",
+    r" ?([-+*/=<>,;:^_(){}\[\]|]) ?": r"\1",
+    r" (?=\\)": "",
+    r"\](?=[^][(),;]+[,;][^][(),;]+[][])": "(",  # ]0,1[ is (0,1)
+    r"(?<=[^][(])\[(?=$|\\c[ua]p(?![a-z]))": ")",
+    r"^([+-]?\d*\.\d*)\((\d+)\)$": r"\1\\overline{\2}",  # 0.(3)
+    r"^([+-]?\d{0,9}\.\d{0,9}?)(?:(\d)\2{2,9}|(\d{2,9})\3{1,3})\\ldots$": r"\1\\overline{\2\3}",  # 0.333...
+    r'^([+-]?\d+),(?=\d+ ?"[^!-~])': r"\1.",  # 7,2 см
+    r'(?<=")/(h|s|g|kg|m|cm|min|[Ll])(?![A-Za-z])': r'/"\1"',  # 5 "m"/s
+    r'\\frac\{("\w+")\}\{("\w+")\}': r"\1/\2",
+    r"(\\m(?:ax|in))\\\{([^{}]*)\\\}": r"\1(\2)",
+    r'^"?DNE"?$': '"does not exist"',
+    r'(?i)^"(yes|no)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$': r'"\1"',
+    r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
+    r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),(?:\\ldots|\.\.\.) ?,(-?\d{1,9})(?![\d.])": _progression,
+    r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$': _choices,
+    r"\|([A-Z]{2})\|(?==)": r"\1",
+    r"[,;]+([,;])": r"\1",
+    r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))": r"\\\1{\2}",
+    r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))": r"\1{\2}",
+    r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))": r"\1{\2}",
+    r"\\overline\{(\d)\}(\d*)\\overline\{(\d)\}": r"\\overline{\1\2\3}",  # 0.\dot1\dot8
+    r"(\d\.?)\\%": r"\1*10^{-2}",
+    r"\{([^{}]*)\\infix_(frac|binom) ?([^{}]*)\}": r"\\\2{\1}{\3}",
+    r"(\\sqrt|\^)\(([^()]*)\)": r"\1{\2}",
+    r"([\^_])([+-]?\d+|[A-Za-z])": r"\1{\2}",
+    r"(?<![^,;=])([a-z][_{\w}]*)=(?=(?:[a-z][_{\w}]*=){1,9}([^,;=()]+)(?![^,;]))": r"\1=\2,",  # x=y=2
+    r"C_\{([\w+-]+)\}\^\{(\w+)\}": r"\\binom{\1}{\2}",
+    r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$": r"\1\\frac{\2}{\3}",  # \ln5/\ln2
+    r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$": r"\1\\frac{\3}{\5}",  # (1)/(2)
+    r'\(("[^"]*")\)$': r"\1",  # 5 (cm)
+    r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
+    r"^([A-Z])(?=\([^()]*,[^()]*\)$)": r"\1=",  # the point A(1,2)
+    # {x | x>2} and {(x,y) | x+y=1}
+    r"^\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$": r"\1",
+    r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
+    r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
+    r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
+    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
+    rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
+    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
+    rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
+    r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
+    # the value of x is 5
+    rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
+    rf'(?:(?:[^\W\d]+" (?:of )?[a-z] ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
+    r'|[^\W\d]+" ?:)(?=.)': "",
+    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
+    r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
+    r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
+    r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
+    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?'
+    r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
+    r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
+    r'_ ?"(\w+)"': r'_{"\1"}',
+    r"\b[Pp]er ": "/",
+    "mph": "mi/h",
+    r'([A-Za-z]+)"\^\{-(\d)\}': r'/\1 \2"',  # s^{-2}
+    r"[Ss]q(?:uare)? (\w+)": r"\1 2",
+    r"[Cc]ubic (\w+)": r"\1 3",
+    r"(?<![\\\w}^\])])\{([^{}]*)\}": r"\1",
+    r"(?<=\d)\{([a-z])\}": r"\1",  # 2{x}
+    r"(?<=\d)[+-]0i$|^0(?:\+|(?=-))(?=-?\d*i$)": "",
+    r"^\|(\w)\|(>|\\ge ?)([\w{}\\.]+)$": r"\1\2\3;-\3\2 \1",
+    r"^\|(\w)\|(<|\\le ?)([\w{}\\.]+)$": r"-\3\2 \1\2\3",
+    r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$": r"\3\2 \1",  # -x<-3
+    r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$": r"-\3\2 \1",
+    r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$": r"\1=\3,\2=\4",
+    r"^(?:\\approx|[=:,])+ ?": "",
+}
+TIDY = [(re.compile(pattern), new) for pattern, new in TIDY.items()]
 
 
 @lru_cache(4096)
@@ -491,7 +432,7 @@ def normalise(text: str) -> str:
         return text
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, _plain(text)).strip()
+    text = TOKEN.sub(_token, _plain(text))
     for pattern, new in TIDY:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
@@ -501,8 +442,6 @@ def normalise(text: str) -> str:
 
 def _token(match):
     if match["text"] is not None:
-        if match["text"] in ("e", "i", "d") and match["font"].startswith("math"):
-            return match["text"]
         text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
         return LETTERS.sub(_quoted, text)
     if match["word"]:
@@ -524,8 +463,6 @@ def _is_word(match):
     if not word.isascii():
         return True
     if PLURAL.sub("", word) in ALIASES:
-        if re.match(r" ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z])", after):
-            return False  # mg\sin\theta
         number = r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot|approx)*[\d})]\$? $"
         return re.search(number, before)
     if word in SPELLINGS:
@@ -554,10 +491,10 @@ class Reading(NamedTuple):
                     The word `cm` looks like a unit; the word `nearly` does not
         list        Readings of the elements of a list or set
         tuple       (form, Readings of the elements). The form is "()" for (1,2), "=" for x=1, y=2, ":" for
-                    1:2:3, "mod 7" for 3 \pmod 7, and "matrix 2 2" for two rows of two cells
-        intervals   (variable or None, edges). An interval has two edges. An edge is (bracket, [Reading of the
-                    number]). 1<x\le2 has the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
-        named       (name, Reading of the value): x=5 is ("x", Reading of 5)
+                    1:2:3, "mod 7" for 3 \pmod 7, "matrix" for rows, and "&" for the cells of a row
+        intervals   edges. An interval has two edges. An edge is (bracket, [Reading of the number])
+        named       (name, Reading of the value): x=5 is ("x", Reading of 5). 1<x\le2 is ("x", intervals) with
+                    the edges ("(", [Reading of 1]) and ("]", [Reading of 2])
         chain       (Reading of the value, texts before it, roundings after it). 3+4=7 is (Reading of 7,
                     ["3+4"], []), and \frac56\approx0.83 is (Reading of \frac56, [], ["0.83"])
         text        words in lower case, without articles and plural s; or letters such as C or AB; or
@@ -582,7 +519,7 @@ UNIT_NAMES = (
     "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
     "euro 欧元 евро; rouble ruble руб рубль рубля рублей; шт штук штуки",
     "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
-    "pa pascal; am; pm; sq; unit; 个; 人; 种",
+    "pa pascal; am; pm; sq; unit; 个; 人; 种; furlong; zentner",
 )
 ALIASES = {}
 for row in ";".join(UNIT_NAMES).split(";"):
@@ -593,14 +530,14 @@ PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
 NO_UNIT = (
     "not no or on if is are was be it at by more less fewer than over under above",
-    "below about least most between times plus minus half halves third quarter from",
-    "binary base ten score gross dozen lakh crore hundred thousand basis greater",
+    "below about least most between times plus minus half from binary",
+    "base ten gross basis greater",
     "maybe perhaps otherwise modulo",
 )
 NO_UNIT = set(" ".join(NO_UNIT).split())
-NO_UNIT |= {f"{word}s" for word in NO_UNIT}
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
+    r"|\b(?:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
     r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
@@ -608,7 +545,11 @@ PART = re.compile(  # tenths, millions, MW
 # may be singular: `1 pizza`.
 MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
 ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
-UNIT = re.compile(r'(?:"[^"]*"(?:\^\{-?\d\})?(?:[ /*])?)+')
+# A number and its unit, which has at most five words
+QUANTITY = re.compile(
+    r' ?(?!an? ?")([^"]*[^-+*/=<>^_,({\[|" ]) ?'
+    r'(?=(?:[^ ]* ){0,3}[^ ]*$)((?:"[^"]*"(?:\^\{-?\d\})?[ /*]?)+)'
+)
 DECIMAL = re.compile(
     r"([+-]?)(?=\.?\d|\.\\)(\d{1,40})?"
     r"(?:\.(\d{0,40})(?:\\overline\{(\d{1,20})\})?)?"
@@ -616,7 +557,9 @@ DECIMAL = re.compile(
     re.ASCII,
 )
 FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
-FRACTION = re.compile(r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})", re.ASCII)
+FRACTION = re.compile(
+    r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})(\\%)?", re.ASCII
+)
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
@@ -624,7 +567,7 @@ BASES = _table(
     "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
     "eleven 11 twelve 12",
 )
-# What may stand before `=`: one of NAMES, and then its ENDS in the opposite order
+# What may stand before `=`: one of NAMES, and then any of its ENDS in this order
 NAMES = (
     r"(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
     r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
@@ -632,11 +575,12 @@ NAMES = (
     r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
 )
 ENDS = (
-    r"(?<=.)(?:\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\])$",  # f(x), E[X]
-    r"(?<=[A-Zf])\^\{-1\}$|(?<=sigma)\^\{2\}$",
-    r"(?<=.)(?:_\{[^{}]*\})?'*$",  # a_{1}, f'
-    r'(?<=.) ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})$',  # \angle ABC
+    r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
+    r"(?:_\{[^{}]*\})?'*",  # a_{1}, f'
+    r"(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\}",
+    r"\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\]",  # f(x), E[X]
 )
+NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
 QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
@@ -650,12 +594,10 @@ LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
     r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
 )
-CASE = re.compile(r'(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*')  # x^2,& "if" x>0
+CASE = re.compile(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$')  # x^2,& "if" x>0
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
-# A command, a bracket, or a sign that may separate parts
-MARK = re.compile(r"\\(?:[A-Za-z]+|[{}\\])|[][(){},;:=<>&]")
-OPENING = r"( [ { \{ \begin".split()
-CLOSING = r") ] } \} \end".split()
+# An opening bracket, a closing one, or a command or a sign that may separate parts
+MARK = re.compile(r"([({[]|\\\{|\\begin)|([])}]|\\\}|\\end)|\\(?:[A-Za-z]+|\\)|[,;:=<>&]")
 EQUAL = r"= \in \equiv \approx".split()
 RELATIONS = r"< > \le \ge \ne".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
@@ -670,9 +612,9 @@ def _marks(text):
     found = []
     depth = 0
     for match in MARK.finditer(text):
-        if match[0] in OPENING:
+        if match[1]:
             depth += 1
-        if match[0] in CLOSING:
+        if match[2]:
             depth -= 1
         if depth == 0:
             found.append(match)
@@ -717,8 +659,8 @@ def read(text: str, depth: int = 0) -> Reading:
 
 def _read_list(text, inner):
     r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
-    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2", and
-    "intervals" for "x<1; x>2"."""
+    `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2" and
+    "x<1; x>2"."""
     parts, found = _split(text, ";")
     if not found:
         parts, found = _split(text, ",")
@@ -730,59 +672,35 @@ def _read_list(text, inner):
     if not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-    elements = []
-    for part in parts:
-        elements += _several(inner(part))
-    kinds = {e.kind for e in elements}
-    if "intervals" in kinds <= {"intervals", "named"}:  # x<1 or x>2
-        return _read_bounds(elements)
-    if kinds == {"named"}:
+    elements = _flat(map(inner, parts))
+    if {e.kind for e in elements} == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
-            elements = [e for value in values for e in _several(value)]
-            return "named", (bare.pop(), Reading("list", text, elements))
-        if len(set(names)) == len(names):  # "y=2, x=1" is read as (x,y)=(1,2)
-            value = Reading("tuple", text, ("=", values))
-            return "named", (f"({','.join(names)})", value)
+            return "named", (bare.pop(), Reading("list", text, _flat(values)))
+        # "y=2, x=1" is read as (x,y)=(1,2)
+        return "named", (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
     return "list", elements
 
 
-def _several(reading):
-    """Returns the elements of a list that has no braces, such as `2; 5`. Any other Reading, even a set, is
-    one element."""
-    if reading.kind == "list" and not reading.text.startswith(r"\{"):
-        return reading.parts
-    return [reading]
-
-
-def _read_bounds(elements):
-    r"""Returns one Reading for several inequalities, such as "x<1 or x>2"; None if they have different
-    variables, or if one of them is no interval. x<5, x\ne3 is read as (-oo,3) and (3,5): x\ne3 ends one
-    interval at 3 and begins another."""
-    names = {e.parts[0] for e in elements}
-    cuts = [_edges(e) for e in elements if r"\ne" in e.text]
-    others = [_edges(e) for e in elements if r"\ne" not in e.text]
-    if len(names) > 1 or not all(cuts + others):
-        return None
-    edges = sum(others, [])
-    if not others:
-        edges = [cuts[0][0], cuts[0][-1]]
-    for cut in cuts:
-        edges += cut[1:-1]
-    return "intervals", (names.pop(), edges)
+def _flat(readings):
+    """Returns the Readings; instead of a list that has no braces, such as `2; 5`, its elements."""
+    elements = []
+    for reading in readings:
+        bare = reading.kind == "list" and not reading.text.startswith(r"\{")
+        elements += reading.parts if bare else [reading]
+    return elements
 
 
 def _read_named(text, inner):
     parts, found = _split(text, *EQUAL)
     if not found:
         return None
-    *names, value = parts
-    name = QUOTIENT.sub(r"\1\3:\2\4", names[0])
-    if value and (_is_name(name) or TOTAL.fullmatch(name)):
+    name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])
+    if _is_name(name) or TOTAL.fullmatch(name):
         right = text[len(parts[0] + found[0]) :].strip()
         return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
@@ -797,12 +715,7 @@ def _read_named(text, inner):
 
 def _is_name(text):
     """Returns whether a text may stand before `=`: x, f(x), AB:CD."""
-    for part in text.split(":"):  # the ratio AB:CD has two names
-        for end in ENDS:
-            part = re.sub(end, "", part)
-        if not any(re.fullmatch(name, part) for name in NAMES):
-            return False
-    return True
+    return all(map(NAME.fullmatch, text.split(":")))  # the ratio AB:CD has two names
 
 
 def _read_union(text, inner):
@@ -819,51 +732,54 @@ def _read_union(text, inner):
         if sign == r"\setminus":
             found = [(side.translate(OPPOSITE), value) for side, value in found]
         edges += found
-    return "intervals", (None, edges)
+    return "intervals", edges
 
 
 OPPOSITE = str.maketrans("[]()", ")(][")  # a set without [0,1] has the edges 0) and (1
-SIDES = {"<": "()", r"\le": "[]"}  # the brackets of an end; 2<x\le3 is (2,3]
-FLIPPED = {">": "<", r"\ge": r"\le"}
+# A relation between a name x and numbers -> the interval of x
+INTERVALS = _table(
+    r"x< (-\infty,{}) x> ({},\infty) x\le (-\infty,{}] x\ge [{},\infty)",
+    r"<x ({},\infty) >x (-\infty,{}) \lex [{},\infty) \gex (-\infty,{}]",
+    r"x\ne (-\infty,{0})\cup({0},\infty) \nex (-\infty,{0})\cup({0},\infty)",
+    r"<x< ({},{}) <x\le ({},{}] \lex< [{},{}) \lex\le [{},{}]",
+    r">x> ({1},{0}) >x\ge [{1},{0}) \gex> ({1},{0}] \gex\ge [{1},{0}]",
+)
 
 
 def _read_inequality(text, inner):
-    r"""Returns a Reading of the kind "intervals" for x<2, 2>x, 1<x\le 2 and x\ne 1; of the
-    kind "equation" for other inequalities, such as x+y<2; None for a text without <, >, \le, \ge, \ne."""
+    r"""Returns a Reading of the kind "named" for x<2, 2>x, 1<x\le 2 and x\ne 1: the name of the intervals is
+    x. Other inequalities, such as x+y<2, are of the kind "equation"."""
     parts, signs = _split(text, *RELATIONS)
     if not signs:
         return None
-    other = ("equation", None)
-    if signs == [r"\ne"]:  # x\ne3 is x<3 or x>3
-        both = [inner(sign.join(parts)) for sign in "<>"]
-        return _read_bounds(both) if both[0].parts else other
-    subject = parts[0]
-    if signs[0] in FLIPPED:
-        parts.reverse()
-        signs = [FLIPPED.get(sign, "") for sign in reversed(signs)]
-    if len(parts) == 2:  # x<3 is -\infty<x<3, and 3<x is 3<x<\infty
-        place = 0 if _is_name(subject) == (subject == parts[0]) else 2
-        parts.insert(place, r"\infty" if place else r"-\infty")
-        signs.insert(place, "<")
-    if len(parts) != 3 or not all(parts) or not _is_name(parts[1]):
-        return other
-    first, last = (SIDES.get(sign, "  ") for sign in signs)
-    ends = list(map(inner, parts[::2]))
-    edges = _edges(Reading("tuple", text, (first[0] + last[1], ends)))
-    return ("intervals", (parts[1], edges)) if edges else other
+    place = 0 if len(parts) == 2 and _is_name(parts[0]) else 1
+    name = parts.pop(place)
+    signs.insert(place, "x")
+    interval = INTERVALS.get("".join(signs))
+    if interval and _is_name(name) and all(parts):
+        edges = _edges(inner(interval.format(*parts)))
+        if edges:
+            return "named", (name, Reading("intervals", text, edges))
+    return "equation", None
 
 
 def _edges(reading):
-    """Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
-    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first."""
+    r"""Returns the edges (see Reading) of the intervals that a Reading stands for. A number x stands for
+    [x,x]. Returns [] for a Reading that is no interval, such as (2,1): the lower edge must come first.
+    x<5, x\ne3 stands for (-oo,3) and (3,5): x\ne3 ends one interval at 3 and begins another."""
     kind, _, parts = reading
     if kind == "intervals":
-        return parts[1]
+        return parts
     if kind == "named":
         return _edges(parts[1])
     if kind == "list":
-        edges = [_edges(element) for element in parts]
-        return sum(edges, []) if all(edges) else []
+        edges = []
+        for part in sorted(parts, key=lambda part: r"\ne" in part.text):
+            found = _edges(part)
+            if not found:
+                return []
+            edges += found[1:-1] if edges and r"\ne" in part.text else found
+        return edges
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
     if kind != "tuple" or not re.fullmatch(r"[\[(][\])]", parts[0]):
@@ -882,10 +798,7 @@ def _read_brackets(text, inner):
     left, inside, right = match.groups()
     parts, _ = _split(inside, ",", ";")
     if left == r"\{":
-        elements = []
-        for part in dict.fromkeys(parts):  # a set: {2,2} is {2}
-            elements += _several(inner(part))
-        return "list", elements
+        return "list", _flat(map(inner, dict.fromkeys(parts)))  # {2,2} is {2}
     if left == "{" or len(parts) == 1 and left + right == "()":
         return inner(inside.rstrip(" .,"))
     if not all(parts) or len(parts) == 1:
@@ -897,21 +810,11 @@ def _read_matrix(text, inner):
     if not (match := MATRIX.fullmatch(text)):
         return None
     kind, inside = match.groups()
-    rows = [row for row in _split(inside, r"\\")[0] if row]
-    if kind == "cases":
-        found = [CASE.fullmatch(row) for row in rows]
-        return ("list", [_case(case, inner) for case in found]) if all(found) else None
-    shape, cells = kind.strip("pbB"), []
-    for row in rows:
-        found, _ = _split(row, "&")
-        shape += f" {len(found)}"
-        cells += map(inner, found)
-    return "tuple", (shape, cells)
-
-
-def _case(match, inner):
-    """Returns the Reading of a row of a piecewise function: value and condition."""
-    return Reading("tuple", match[0], ("case", list(map(inner, match.groups()))))
+    rows = []
+    for row in filter(None, _split(inside, r"\\")[0]):
+        cells, _ = _split(CASE.sub(r"\1&\2", row) if kind == "cases" else row, "&")
+        rows.append(Reading("tuple", row, ("&", list(map(inner, cells)))))
+    return ("list", rows) if kind == "cases" else ("tuple", (kind.strip("pbB"), rows))
 
 
 def _read_text(text, inner):
@@ -919,36 +822,22 @@ def _read_text(text, inner):
     (5 "m"; `normalise` adds the quotes). None for any other text."""
     if LETTER_RUN.fullmatch(text):
         return "text", text.strip('"')
-    number, quote, words = text.partition('"')
-    if not quote:
+    if '"' not in text:
         return None
-    number = number.strip()
-    unit = quote + words
-    alone = number in ("", "a", "an") or number[-1] in "+-*/=<>^_,({[|"
-    names = set(re.findall(r"[^\W\d_]+", unit.lower()))
-    other = NO_UNIT & names or PART.search(unit) or not UNIT.fullmatch(unit)
-    if alone or other or unit.count(" ") > 3:
+    match = QUANTITY.fullmatch(text)
+    found = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", match[2].lower() if match else "")
+    names = set(filter(str.isalpha, found))
+    if not match or NO_UNIT & names or PART.search(match[2]):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        words = NOUNS.sub(r"\1", ARTICLE.sub("", words))
-        return "text", words
-    inside = inner(number)
-    if not names:
-        return inside
+        return "text", NOUNS.sub(r"\1", ARTICLE.sub("", words))
+    inside = inner(match[1])
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
-    free = len(unknown) < len(names) or any(map(noun.fullmatch, names))
-    return "quantity", (inside, _unit(unit), free and all(map(str.isascii, unknown)))
-
-
-def _unit(text):
-    """Returns the words of a unit in a common spelling. `text` has quotes around words: `"square meters"`
-    and `"m"^{2}` both give ("m", "2")."""
-    text = text.lower().replace("per ", "/").replace("mph", "mi/h")
-    text = re.sub(r'([a-z]+)"?\^\{-(\d)\}', r"/\1 \2", text)
-    text = re.sub(r"\b(?:sq|square) (\w+)", r"\1 2", text)
-    text = re.sub(r"\bcubic (\w+)", r"\1 3", text)
-    words = re.findall(r"(?:'|[^\W\d_])+|[2-9]|/", PLURAL.sub("", text))
-    return tuple(ALIASES.get(word, word) for word in words)
+    free = unknown < names or any(map(noun.fullmatch, names))
+    # `"square meters"` and `"m"^{2}` have the same unit: ("m", "2").
+    unit = PLURAL.sub("", " ".join(found)).split()
+    unit = tuple(ALIASES.get(word, word) for word in unit)
+    return "quantity", (inside, unit, free and all(map(str.isascii, unknown)))
 
 
 def _read_scalar(text, inner):
@@ -979,19 +868,18 @@ def _number(text):
             end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
         return Number(value, max(len(places) - power, 0) if places else None)
-    fraction = text.removesuffix(r"\%")
-    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", fraction))
+    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", text))
     if not match:
         return None
-    sign, *digits = match.groups("0")
-    whole, top, bottom = map(int, digits)
-    if bottom == 0 or (not 0 < top < bottom if match[2] else top % bottom == 0):
+    sign, mixed, *digits, percent = match.groups()
+    top, bottom = map(int, digits)
+    if bottom == 0 or (not 0 < top < bottom if mixed else top % bottom == 0):
         return None
     value = Fraction(top, bottom)
     if ":" in text and value.denominator < bottom:  # may be a time: 2:30 is not 1:15
         return None
-    value = (whole + value) * int(sign + "1")
-    return Number(value if fraction == text else value / 100, None)
+    value = (int(mixed or 0) + value) * int(sign + "1")
+    return Number(value / 100 if percent else value, None)
 
 
 # --- equality
@@ -1013,8 +901,8 @@ def _number(text):
 #                                 be the value of a trigonometric function in the gold answer
 #
 # The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
-# variable: one match in the gold answer allows any number of matches in the answer. A pattern that ends with
-# .* counts several operations as one.
+# variable (also e or i): one match in the gold answer allows any number of matches in the answer. A pattern
+# that ends with .* counts several operations as one.
 OPERATIONS = list(
     map(
         re.compile,
@@ -1041,6 +929,13 @@ RATIO = re.compile(
 MISREAD = re.compile(
     r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}"
 )
+# What math-verify's parser misreads -> how to write it. It reads 2(3) as 2+3, \gamma+1 as the gamma function
+# of 1, and I as the imaginary unit. [x] is the integer part of x.
+PARSED = {
+    r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)": "*",
+    r"(?<!sqrt)\[([^][,]*)\]": r"\\lfloor \1\\rfloor ",
+    r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))": r"\\mathcal{\1\2}",
+}
 # The answers that math-verify compares with a gold matrix: a matrix, or a factor times a matrix. A sum of two
 # matrices does not match, because it is an unfinished calculation.
 SCALED = re.compile(r"-?[\w{}\\./]*\\begin\{[pbB]?matrix\}(?:(?!\\begin).)*matrix\}")
@@ -1081,11 +976,10 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
         return chosen
     if answer == gold or kind == "exact":
         return answer == gold
-    if (
-        chosen and re.sub(r"\W", "", normalise(gold)) == letter and letter in answer
-    ):  # `(A) 15` equals A
+    a, b = (read(normalise(text)) for text in (answer, gold))
+    if chosen and b.parts == letter and letter in answer:  # `(A) 15` equals A
         return True
-    same = _same(read(normalise(answer)), read(normalise(gold)), prove)
+    same = _same(a, b, prove)
     ours, theirs = map(PARAMETER.search, (answer, gold))
     if same is False and ours and theirs and ours[1] != theirs[1]:
         renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
@@ -1116,7 +1010,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     )
     if parts != golds and sorted(parts) == sorted(golds) and ORDERED.search(problem):
         return True
-    known, right = set(), {_bag(part.rpartition("=")[2]) for part in golds}
+    known = set()
+    right = {_bag(part.rpartition("=")[2]) for part in golds}
     for formula in map(normalise, FORMULA.split(problem)):
         sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
         if not right & sides:
@@ -1162,8 +1057,12 @@ def _same(answer, gold, prove):
     for kind, same in COMPARE.items():
         if kind in kinds:
             return same(answer, gold, prove)
-    if len(kinds) == 1 and answer.kind in COMPARE_PARTS:
-        return COMPARE_PARTS[answer.kind](answer.parts, gold.parts, prove)
+    if kinds == {"number"}:
+        return _same_number(answer.parts, gold.parts)
+    if kinds == {"tuple"}:
+        return _same_tuple(answer.parts, gold.parts, prove)
+    if kinds == {"text"}:
+        return answer.parts == gold.parts
     return _same_expression(answer, gold, prove)
 
 
@@ -1172,10 +1071,8 @@ def _parts(reading, kind, other):
 
 
 def _same_intervals(answer, gold, prove):
-    names = {r.parts[0] for r in (answer, gold) if r.kind == "intervals"} - {None}
+    """Does the work of `_same` if one or both Readings are intervals: their edges must be the same."""
     a, b = _edges(answer), _edges(gold)
-    if len(names) == 2:  # b>a equals a<b
-        return prove(answer.text, gold.text)
     return bool(a and b) and _unordered(a, b, prove, _same_tuple)
 
 
@@ -1217,7 +1114,7 @@ def _same_expression(answer, gold, prove):
 
 
 def _variables(text):
-    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1} - {"e", "i"}
+    return {symbol for symbol in SYMBOL.findall(text) if len(symbol) == 1}
 
 
 def _same_named(answer, gold, prove):
@@ -1232,7 +1129,12 @@ def _same_named(answer, gold, prove):
         and INDEX.sub("", name) != needed
         and {name, needed} != {"y", "f(x)"}
     )
-    if other and not {a.kind, b.kind} <= {"number", "expression", "text"}:
+    kinds = {a.kind, b.kind}
+    if "intervals" in kinds:
+        if len(kinds) == 1 and name and needed and name != needed:  # b>a equals a<b
+            return prove(answer.text, gold.text)
+        return _same(a, b, prove)
+    if other and not kinds <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
@@ -1240,9 +1142,9 @@ def _same_named(answer, gold, prove):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
-    if other or "equation" in (a.kind, b.kind):
+    if other or "equation" in kinds:
         letters = _variables(b.text)
-        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
+        curve = not needed or letters and letters | {needed} <= set("Ceitxyz")
         return bool(curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
@@ -1251,22 +1153,17 @@ def _same_chain(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. If `gold` is a chain, only
     its value (7) counts. If `answer` is a chain, the texts before its value must equal the value. Roundings
     after the value must be right within one percent. If the value is an integer, they must be exact."""
-    if answer.kind != "chain":
-        return _same(answer, gold.parts[0], prove)
-    value, exact, rounded = answer.parts
+    value, exact, rounded = _parts(answer, "chain", (answer, (), ()))
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
     needed, *_ = _parts(gold, "chain", [gold])
-    same = rounds or _same(value, needed, prove)
+    verdicts = [rounds or _same(value, needed, prove)]
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
-    return same and _all(
-        [
-            same,
-            *(prove(step, text, 1e-6) for step in exact),
-            *(prove(step, text, 0.01) for step in rounded),
-        ]
-    )
+    if verdicts != [False]:
+        verdicts += [prove(step, text, 1e-6) for step in exact]
+        verdicts += [prove(step, text, 0.01) for step in rounded]
+    return _all(verdicts)
 
 
 def _all(verdicts):
@@ -1285,11 +1182,11 @@ def _same_quantity(answer, gold, prove):
     return _same(a, b, prove)
 
 
-def _same_number(answer, gold, prove):
+def _same_number(answer, gold):
     a, b = answer.value, gold.value
-    places = [n.places for n in (answer, gold) if n.places is not None]
-    if not places or answer.places == gold.places:
+    if answer.places == gold.places:
         return a == b
+    places = [n.places for n in (answer, gold) if n.places is not None]
     # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
     # one part in a million.
     difference = abs(a - b)
@@ -1331,12 +1228,6 @@ COMPARE = {
     "intervals": _same_intervals,
     "list": _same_list,
 }
-# Kinds that both Readings must have
-COMPARE_PARTS = {
-    "number": _same_number,
-    "tuple": _same_tuple,
-    "text": lambda a, b, _: a == b,
-}
 
 
 # --- math-verify
@@ -1348,27 +1239,18 @@ def _parse(text):
     whole text."""
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-    from math_verify.grader import should_treat_as_complex
     from sympy import Float, I, Rational, evaluate, sympify
 
     if MISREAD.search(text):
         return None
-    text = re.sub(
-        r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)", "*", text
-    )  # the parser reads 2(3) as 2+3
-    text = re.sub(
-        r"(?<!sqrt)\[([^][,]*)\]", r"\\lfloor \1\\rfloor ", text
-    )  # [x] is the integer part
-    # The parser would read \gamma+1 as the gamma function of 1, and I as the imaginary unit.
-    text = re.sub(
-        r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))", r"\\mathcal{\1\2}", text
-    )
+    for pattern, new in PARSED.items():
+        text = re.sub(pattern, new, text)
     # math_verify.parse would read only a part of some texts, such as the \frac34 of 5@\frac34. latex2sympy
     # refuses such texts.
     with suppress(Exception), evaluate(False):
         found = latex2sympy(
             text,
-            is_real=not should_treat_as_complex(text),
+            is_real=True,
             normalization_config=None,
             conversion_config=ConversionConfig(lowercase_symbols=False),
         )
@@ -1414,9 +1296,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             return bool(a != 0 != b and cancel(a / b).is_number)
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
-        return verify(
-            right, left, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
-        )
+        return verify(right, left, timeout_seconds=None, raise_on_error=True)
     except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
         return False
 
@@ -1424,11 +1304,13 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
 @lru_cache(4096)
 def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
-    from sympy import Expr
+    from sympy import Add, Expr, flatten
 
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        if _has_sum(node):
+        # The value of a sum has fewer terms: 2x+3x and 5x-(2x-1).
+        terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+        if len(Add.make_args(node.doit())) < sum(map(len, terms)):
             found.add("sum")
         if _has_power(node):
             found.add("power")
@@ -1437,33 +1319,21 @@ def _calculations(text):
     return found
 
 
-def _has_sum(node):
-    """Returns whether the value has fewer terms: 2x+3x and 5x-(2x-1)."""
-    from sympy import Add, flatten
-
-    terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
-    return len(Add.make_args(node.doit())) < sum(map(len, terms))
-
-
 def _has_power(node):
     r"""Returns whether a node is a power to multiply out, such as 2^3, (2x)^3, (1+\sqrt2)^3 or (x^2)^3, or
     another calculation of a number, such as 5! or |1-\sqrt2|."""
     from sympy import Abs, I, Mul, flatten
 
-    if node.is_Atom or node.is_Add or node.is_Mul:
+    base, exponent = node.as_base_exp()
+    if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1 and base.is_integer:
         return False
+    if exponent.is_integer and exponent not in (1, -1):
+        for factor in flatten([base], cls=Mul):
+            if factor.is_Pow and factor.exp.is_integer and factor.exp != -1:
+                return True
+            if factor.is_number and abs(factor) != 1 and (factor.is_rational or factor.args):
+                return True
     value = node.doit()
-    bases = []
-    if node.is_Pow and node.exp == -1:
-        if node.base.is_integer:
-            return False
-    elif node.is_Pow and node.exp.is_integer:
-        bases = flatten([node.base], cls=Mul)
-    for base in bases:
-        if base.is_Pow and base.exp.is_integer and base.exp != -1:
-            return True
-        if base.is_number and abs(base) != 1 and (base.is_rational or not base.is_Atom):
-            return True
     return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
 
 
@@ -1471,28 +1341,20 @@ def _has_product(node):
     r"""Returns whether a node is an unfinished product: two of its numbers have numerators other than 1 and
     -1 (2\cdot3x), or two have such denominators, or its numbers give an integer (4\pi/2), or a base comes
     twice (x^2/x)."""
-    from sympy import I, Mul, denom, numer
+    from sympy import I, Mul, denom, flatten, numer
 
-    factors = list(_factors(node))
+    factors = []
+    for factor in flatten([node], cls=Mul):
+        if factor.is_Pow and factor.exp == -1:  # the factors of 1/(ab) are 1/a and 1/b
+            factors += [1 / part for part in flatten([factor.base], cls=Mul)]
+        else:
+            factors.append(factor)
     numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-    tops = [number for number in numbers if numer(number) not in (1, -1)]
-    bottoms = [number for number in numbers if denom(number) not in (1, -1)]
-    if len(tops) > 1 or len(bottoms) > 1:
-        return True
-    if tops and bottoms and Mul(*numbers).is_integer:
+    tops = sum(numer(number) not in (1, -1) for number in numbers)
+    bottoms = sum(denom(number) not in (1, -1) for number in numbers)
+    if max(tops, bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
         return True
     powers = [f.as_base_exp() for f in factors if not f.is_rational]
     divides = -1 in [exponent for _, exponent in powers]
     bases = [base for base, exponent in powers if exponent != 1 or divides]
     return len({*bases}) < len(bases)
-
-
-def _factors(node):
-    """Yields the factors of a product. The factors of 1/(ab) are 1/a and 1/b."""
-    from sympy import Mul, flatten
-
-    for factor in flatten([node], cls=Mul):
-        if factor.is_Pow and factor.exp == -1:
-            yield from (1 / part for part in flatten([factor.base], cls=Mul))
-        else:
-            yield factor

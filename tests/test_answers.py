@@ -448,6 +448,12 @@ k=2,b=-1 ~ b=-1,k=2 ~ (k,b)=(2,-1) ~~ (k,b)=(-1,2) ~ b=2,k=-1
 There are $8$ such triangles. ~ 8 ~ 8 triangles ~~ 9 triangles
 (5,-3) ~ \text{center }(5,-3) ~~ \text{not }(5,-3) ~ outside (5,-3) ~ \text{the opposite of }(5,-3)
 110 ~ \boxed{110 ~ \boxed{110} ~~ \boxed{11 ~ \boxed{11}0
+60^\circ ~ \overarc{AB}=60^\circ ~ \widehat{AB}=60^{\circ} ~~ \overarc{AB}=61^\circ
+\overarc{AB}=60^\circ ~ \widehat{AB}=60^\circ ~ 60 ~~ \overarc{CD}=60^\circ ~ 6
+5 ~ 5 zentner ~~ 5 couples ~ 5 couple ~ 5 tenfold
+x>3 ~ \{x>3\} ~ (3,\infty) ~ A=(3,\infty) ~~ x-3>0 ~ 2x+1>7 ~ 3>x (x\ne 1) ~ x_2<3
+2xyz ~ 2x y z ~~ 2 ~ 2xy
+x^2-1 ~ x^2-1,\text{ where }k\text{ is an integer}, k\in\mathbb{Z} ~~ x^2-1;cm ~ x^2-1,x\pm1
 \{(x,y)\mid x+y=1\} ~ x+y=1 ~ \{(x,y):y=1-x\} ~~ \{(x,y)\mid x+y=2\}
 """)
 
@@ -502,7 +508,8 @@ def test_rewrites_equal_one_another(right):
     "the answer is ", "the ", "m+", r"\angle A", r"1\approx 1", r"\begin{matrix}1\end{matrix}", "2(", "1th",
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$", "(1) a 2", "A,", "a=",
     "max ", r"1,2,\ldots,", r"33\ldots", "0{,}", r"\text{yes, }", r"\{\begin{matrix}", r"\begin{cases}a,b\\",
-    "5 m/s"])
+    "5 m/s", "x>0,", r"x,k\in Z", "for all x,", "if k is an ", "5 square m per ", r"\mathrm{s}^{-1}", "1/2=",
+    "an ", "x_1,"])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """Nothing limits quick_grade's time in the trainer. The steps of regular expressions grow at most with
     the square of the length. So 2,000 characters, the longest answer, need less than 10^8 steps."""
