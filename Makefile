@@ -65,7 +65,7 @@ gsm8k: .venv/.demo
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 # Two processes at once take half the time on two cores. One of them has all tests that start vLLM, and others.
-WITH_VLLM := $(patsubst %,tests/test_%.py,ablations answers methods mistakes recipes reward trajectories turns \
+WITH_VLLM := $(patsubst %,tests/test_%.py,ablations answers kernels methods mistakes recipes reward trajectories turns \
   families z_engines)
 
 test: .venv/.test

@@ -99,7 +99,7 @@ def test_draws_are_those_of_a_cumulative_sum_in_fp64(kernels):
     """Half of the random numbers are within 1e-6 of an edge between two tokens, where the neighbour may be
     drawn. A part of the logits is -inf, as outside a nucleus, in one row all but one."""
     g = torch.Generator().manual_seed(0)
-    for vocabulary in (1, 300, 4097, 30000):
+    for vocabulary in (1, 300, 4097, 9000):
         z = 4 * torch.randn(32, vocabulary, generator=g)
         z[1::2, vocabulary // 3 + 1:] = -torch.inf
         z[3, 1:] = -torch.inf
