@@ -742,7 +742,10 @@ def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
     """Returns act(gate) * up."""
     if gate.is_cuda and isinstance(act, nn.SiLU | SiLUActivation):
         return SwiGLU.apply(gate, up)
-    return act(gate) * up
+    product = act(gate)
+    if torch.is_inference_mode_enabled():
+        return product.mul_(up)  # saves an allocation in each decoding step on a CPU
+    return product * up
 
 
 class SwiGLU(torch.autograd.Function):
