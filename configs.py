@@ -217,7 +217,7 @@ class Config:
     passes_per_step: Count = 1  # passes over a step's samples (PPO's epochs)
 
     # --- sampling and grading
-    engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: CPU: torch; CUDA: as a run's plan says, else vllm
+    engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: CPU: torch; CUDA: as planned, else vllm
     temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of GPU memory that the engine may use while it samples
