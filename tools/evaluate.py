@@ -309,30 +309,45 @@ def paired_differences(
     return found
 
 
-# --- the table, at most 80 characters wide
+# --- tables, at most 80 characters wide
 
 
-def score_table(result: Mapping[str, Any]) -> list[str]:
-    """Returns a table of one model's metrics. From the second model on, it also has the differences from the
-    first model. result: the content of scores.json"""
-    lines = [f"{'set':14} {'metric':12}{'value':>20}{'minus the first':>20}{'problems':>9}{'n':>4}"]
-    for name, found in result["sets"].items():
+def score_table(sets: Mapping[str, Any]) -> list[str]:
+    """Returns a table of one model's metrics. sets: the result of `summary`"""
+    lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
+    for name, found in sets.items():
         for metric, score in found["metrics"].items():
-            gap = ""
-            if "differences" in result:
-                gap = _with_error(result["differences"][name]["metrics"][metric], "+")
             lines.append(
-                f"{name[-14:]:14} {metric:12}{_with_error(score):>20}{gap:>20}"
-                f"{found['problems']:>9}{found['samples']:>4}"
+                f"{name[-26:]:26} {metric:13}{_decimals(score['value']):>12}"
+                f"{_decimals(score['stderr']):>12}{found['problems']:>9}{found['samples']:>5}"
             )
     return lines
 
 
-def _with_error(score, sign=""):
-    """Returns an item of `_estimates` as text: value ± standard error. sign: + shows the sign of a gap"""
-    error = score["stderr"]
-    shown = "n/a" if error is None else f"{error:.4f}"
-    return f"{score['value']:{sign}.4f} ± {shown}"
+def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a table with a line for each evaluation set, metric (avg@n, pass@k, maj@n) and model. From the
+    second model on, it also has the value minus the first model's value.
+
+    results: the content of each model's scores.json"""
+    lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
+    for name, found in results[0]["sets"].items():
+        for metric, result in itertools.product(found["metrics"], results):
+            if "@" not in metric:
+                continue
+            score = result["sets"][name]["metrics"][metric]
+            versus = ""
+            if "differences" in result:
+                gap = result["differences"][name]["metrics"][metric]
+                versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
+            value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
+            model = result["model"][-26:]
+            of_set = f"{name}/{metric}"[-19:]
+            lines.append(f"{model:26} {of_set:19} {value:>15} {versus:>16}".rstrip())
+    return lines
+
+
+def _decimals(value):
+    return "n/a" if value is None else f"{value:.4f}"
 
 
 # --- results
@@ -438,6 +453,7 @@ def evaluate_all(
     the same engine_key use one engine."""
     first = candidates[0]
     engine = None
+    results = []
     for i, (c, folder) in enumerate(zip(candidates, folders, strict=True)):
         if i == 0 or c.engine_key != candidates[i - 1].engine_key:
             engine = None  # frees the old engine first: a GPU may be too small for two engines
@@ -452,12 +468,15 @@ def evaluate_all(
         else:
             result["minus"] = first.cfg.model
             result["differences"] = paired_differences(c.sets, scores, first.sets, first_scores)
-        lines = ["", c.cfg.model, "", *score_table(result), "", f"in {folder}"]
+        results.append(result)
+        lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
         if world.main:
             save(folder, result, rows)
             if c is first and c.cfg.write_rows:
                 lines.append(write_rows(c, scores))
         say("\n".join(lines))
+    if len(results) > 1:
+        say("\n".join(["", *comparison_table(results)]))
 
 
 def save(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping]) -> None:
