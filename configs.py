@@ -1174,13 +1174,14 @@ def follow_umask(file: Path) -> None:
 DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
 
 
-def limit_memory(more: int) -> None:
-    """Limits the memory of this process to what it uses now and `more` bytes."""
+def limit_memory(more: int, for_good: bool = False) -> None:
+    """Limits the memory of this process to what it uses now and `more` bytes. for_good: whether the process
+    can't raise the limit again."""
     with contextlib.suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + more
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        resource.setrlimit(resource.RLIMIT_AS, (most, most if for_good else hard))
 
 
 PATIENCE = 5.0  # seconds for which a file that can't be read is tried again

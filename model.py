@@ -574,7 +574,7 @@ class LMHead(nn.Linear):
 
 # --- models
 
-ROTARY = ("LlamaAttention", "Qwen2Attention")  # classes whose forward method is `rotary_attention`
+ROTARY = ("LlamaAttention", "Qwen2Attention")  # classes whose forward method is `attention_forward`
 
 
 @cache
@@ -609,8 +609,8 @@ class PackModel(nn.Module):
                 module.forward = partial(gated_mlp, module)
             if hasattr(module, "A_log"):
                 module.forward = partial(delta_net, module)
-            if name in ROTARY and torch.cuda.is_available():
-                module.forward = partial(rotary_attention, module)
+            if name in ROTARY:
+                module.forward = partial(attention_forward, module)
 
     @property
     def base(self) -> "PackModel":
@@ -679,14 +679,25 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
+def attention_forward(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The forward method of Llama's and Qwen2's attention: on a GPU `rotary_attention`."""
+    forward = rotary_attention if hidden_states.is_cuda else type(attention).forward
+    return forward(attention, hidden_states, *rest, **options)
+
+
 def rotary_attention(
     attention: nn.Module,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As the forward method of Llama's and Qwen2's attention. On a GPU, one kernel rotates all heads, where
-    transformers launches five for the queries and five for the keys."""
+    """As transformers' forward method, but one kernel rotates all heads of the queries and one those of the
+    keys, where transformers launches five for each."""
     *tokens, _ = hidden_states.shape
     heads = []
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -306,7 +306,7 @@ CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?i:is|are|equals)\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
 FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
-NAMES_OF = r"[a-zC](?:,[a-z])*\b"
+NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
@@ -814,6 +814,8 @@ def _read_matrix(text, inner):
     for row in filter(None, _split(inside, r"\\")[0]):
         cells, _ = _split(CASE.sub(r"\1&\2", row) if kind == "cases" else row, "&")
         rows.append(Reading("tuple", row, ("&", list(map(inner, cells)))))
+    if not rows:
+        return None
     return ("list", rows) if kind == "cases" else ("tuple", (kind.strip("pbB"), rows))
 
 
@@ -1209,7 +1211,7 @@ def _unordered(answer, gold, prove, same=_same):
     single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
     result depends on parts for which `same` returns None."""
     if len(answer) != len(gold):
-        alone = 1 in (len(answer), len(gold))
+        alone = min(len(answer), len(gold)) == 1
         return alone and _all([same(a, b, prove) for a in answer for b in gold])
     left = list(answer)
     for b in gold:

@@ -247,7 +247,7 @@ def _init_worker(connection):
     if sys.platform == "linux":
         # PR_SET_PDEATHSIG: the worker dies with the server
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        limit_memory(MEMORY)
+        limit_memory(MEMORY, for_good=True)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

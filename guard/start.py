@@ -195,8 +195,9 @@ def with_checkpoint(
         return replace(cfg, start_from=str(path or "")), NEW
     saved = ckpt.read_state(path)
     cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
-    if cfg.engine == "auto" and world.device.type == "cuda":
-        cfg = replace(cfg, engine=saved["config"]["engine"])
+    if cfg.engine == "auto" and cfg.tp == 1 and world.device.type == "cuda":
+        before = saved["config"]["engine"]  # "auto" in old checkpoints, when it was vllm
+        cfg = replace(cfg, engine="vllm" if before == "auto" else before)
     if saved["ranks"] == world.size:
         cfg = as_before(cfg, saved["config"])
     return cfg, saved

@@ -487,6 +487,14 @@ From least to greatest: $b$, $a$ ~ a,b ~ a,b ~~ b,a
         assert [answer for answer in both if repeats(answer, gold, problem)] == list(filter(None, copied))
 
 
+@pytest.mark.parametrize("empty", [
+    r"\begin{cases}\end{cases}", r"\begin{cases}\\\end{cases}", r"\{\begin{cases}\end{cases}\}",
+    r"\begin{matrix}\end{matrix}", r"\{\begin{matrix}\end{matrix}", r"\{\}", "()", "[]", "", ",", ";"])
+def test_an_answer_without_parts_equals_no_gold_answer(empty):
+    golds = ("5", r"\frac12", "x+1", "(1,2)", "A", "x=5", "[0,1]", r"5\text{ cm}", r"\{1\}", "1,2", "yes")
+    assert not any(grade(empty, gold) for gold in golds)
+
+
 @pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
 def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
     with pytest.raises(ValueError, match="cannot be parsed"):
@@ -509,7 +517,7 @@ def test_rewrites_equal_one_another(right):
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$", "(1) a 2", "A,", "a=",
     "max ", r"1,2,\ldots,", r"33\ldots", "0{,}", r"\text{yes, }", r"\{\begin{matrix}", r"\begin{cases}a,b\\",
     "5 m/s", "x>0,", r"x,k\in Z", "for all x,", "if k is an ", "5 square m per ", r"\mathrm{s}^{-1}", "1/2=",
-    "an ", "x_1,"])
+    "an ", "x_1,", "e,", ",if "])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """Nothing limits quick_grade's time in the trainer. The steps of regular expressions grow at most with
     the square of the length. So 2,000 characters, the longest answer, need less than 10^8 steps."""

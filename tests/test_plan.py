@@ -369,8 +369,9 @@ def test_auto_takes_the_torch_engine_where_vllm_waits_for_its_host():
                         ("--env tests/test_envs.py:add", "0.5b"), ("", "3.5-0.8b")):
         assert chosen(f"{half} {flags}", size, world=2) == "vllm"
     assert chosen(f"{half} --engine torch", "7b") == "torch" and chosen(half, gpu="") == "auto"
-    gemma = plan.shape_of(AutoConfig.for_model("gemma2").to_dict(), "gemma")
-    assert plan.Case(parse(half.split()), 1, [gemma] * 3, plan.GPUS["H200"]).cfg.engine == "vllm"
+    assert chosen(f"{half} --round_len 64") == "vllm"
+    other = dataclasses.replace(plan.KNOWN["0.5b"], fused=False)
+    assert plan.Case(parse(half.split()), 1, [other] * 3, plan.GPUS["H200"]).cfg.engine == "vllm"
 
 
 def test_what_a_rank_of_orz_7b_sends_by_hand():
@@ -425,10 +426,13 @@ def test_a_resumed_run_keeps_the_groups_and_packs_that_it_has_not_typed(base):
 def test_a_resumed_run_keeps_its_engine_on_a_gpu(base, monkeypatch):
     saved = {"ranks": 4, "config": {"start_from": "", "engine": "vllm"}}
     monkeypatch.setattr(ckpt, "read_state", lambda path: saved)
-    for typed, device, kept in [
-            ("auto", "cuda", "vllm"), ("torch", "cuda", "torch"), ("auto", "cpu", "auto")]:
+    for typed, tp, device, before, kept in [
+            ("auto", 1, "cuda", "torch", "torch"), ("auto", 1, "cuda", "auto", "vllm"),
+            ("auto", 2, "cuda", "torch", "auto"), ("torch", 1, "cuda", "vllm", "torch"),
+            ("auto", 1, "cpu", "vllm", "auto")]:
+        saved["config"]["engine"] = before
         world = SimpleNamespace(device=torch.device(device), size=2)
-        cfg, _ = with_checkpoint(dataclasses.replace(base, engine=typed), world, Path("x"), True)
+        cfg, _ = with_checkpoint(dataclasses.replace(base, engine=typed, tp=tp), world, Path("x"), True)
         assert cfg.engine == kept
 
 

@@ -545,20 +545,20 @@ def settle(case: Case) -> Config:
 
 
 def faster_engine(case: Case) -> str:
-    """Returns the engine for --engine auto on a GPU. The torch engine is chosen only where it is planned to
-    be faster by a tenth, which is where vLLM waits for its host. And the run must be like the one that was
-    measured: bf16, a model type that FusedDecoder computes, and no environment (vLLM keeps earlier turns in
-    its cache)."""
+    """Returns the engine for --engine auto on a GPU. The torch engine is chosen only where the step is
+    planned to be shorter by a tenth, because vLLM waits for its host. And the run must be like the one that
+    was measured: bf16, a model type that FusedDecoder computes, and neither environment nor rounds (vLLM
+    keeps earlier turns and rounds in its cache)."""
     cfg = case.cfg
     policy = case.models["policy"]
     measured = policy.fused and case.number == 2 and not case.state_bytes
-    measured = measured and cfg.tp == 1 and not cfg.env
+    measured = measured and cfg.tp == 1 and not (cfg.env or cfg.round_len)
     if not (measured and case.timed):
         return "vllm"
     times = {}
     for engine in ("vllm", "torch"):
         planned = replace(case, cfg=replace(cfg, engine=engine))
-        times[engine] = decode_seconds(planned, *_quarter(cfg))
+        times[engine] = seconds(planned, *_quarter(cfg))["step"]
         if engine == "torch" and not _leaves_room(planned):
             return "vllm"
     return "torch" if times["torch"] < 0.9 * times["vllm"] else "vllm"
