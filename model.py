@@ -42,7 +42,7 @@ from transformers import (
 from transformers.activations import SiLUActivation
 
 import dist
-from configs import CHUNK_BYTES, explained, from_hub, model_folder, read_json, require
+from configs import CHUNK_BYTES, LLAMA_LIKE, explained, from_hub, model_folder, read_json, require
 from data import Pack
 from dist import Device, Weights
 
@@ -574,8 +574,6 @@ class LMHead(nn.Linear):
 
 # --- models
 
-ROTARY = ("LlamaAttention", "Qwen2Attention")  # classes whose forward method is `attention_forward`
-
 
 @cache
 def backbone_class(config_class: type) -> type:
@@ -609,7 +607,7 @@ class PackModel(nn.Module):
                 module.forward = partial(gated_mlp, module)
             if hasattr(module, "A_log"):
                 module.forward = partial(delta_net, module)
-            if name in ROTARY:
+            if config.model_type in LLAMA_LIKE and name.endswith("Attention"):
                 module.forward = partial(attention_forward, module)
 
     @property

@@ -145,7 +145,8 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
     disk = planned["host and disk, GiB"]["disk, all"]
     dist.together(check_space, case.cfg.folder, disk * GIB)
-    say("\n".join(filter(None, [plan.verdict(case), plan.engine_choice(case), "\n"])))
+    engine = plan.engine_choice(case)
+    say(f"{plan.verdict(case)}\n{engine}".rstrip() + "\n")
     return planned
 
 

@@ -521,7 +521,7 @@ def test_the_command_prints_the_plan_at_once_and_without_torch():
     flat = " ".join(done.stdout.split())
     for words in ("ranks 32", "7,615,616,512", "samples a step 8,192", "samples an update 683 8,192",
                   "longest pack, tokens 16,384", "disk, a checkpoint 164", "of a rank's 139.8 GiB",
-                  "assumed GB/s of a rank 360 40", "network of a machine 3,200 Gb/s", "takes about: vllm "):
+                  "assumed GB/s of a rank 360 40", "network of a machine 3,200 Gb/s", "length: vllm "):
         assert words in flat, words
 
 
@@ -540,7 +540,8 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, said_by
     said = said_by(f"{name} --ranks 8")
     assert said.pop("config")["ranks"] == 8 and said.pop("verdict")
     engine = said.pop("engine")
-    assert re.match("engine: (vllm|torch); a rollout of quarter length takes about: vllm ", engine)
+    assert re.match("engine: (vllm|torch); a rollout of quarter length: vllm ", engine)
+    assert len(engine) <= 80
     assert (", torch " in engine) == (PRESETS[name].tp == 1 and "qwen3.5" not in name)
     lines = plan.as_text(said)
     assert max(map(len, lines)) <= 80

@@ -1200,8 +1200,7 @@ def engine_choice(case: Case) -> str:
         planned = replace(case, cfg=replace(cfg, engine=engine))
         time = decode_seconds(planned, *_quarter(cfg))
         times.append(f"{engine} {time:,.1f} s")
-    rollouts = f"a rollout of quarter length takes about: {', '.join(times)}"
-    return f"engine: {cfg.engine}; {rollouts}"
+    return f"engine: {cfg.engine}; a rollout of quarter length: {', '.join(times)}"
 
 
 def _quarter(cfg):
