@@ -8,6 +8,7 @@ import types
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import torch
 from conftest import responses
@@ -209,7 +210,7 @@ def delta_rule_in_fp32() -> None:
     all other parts of vLLM's model can be compared exactly: weights, states, positions, gates and norms."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention as vllm_part
 
-    in_bf16, ops = vllm_part.cpu_gdn_attention_core, vllm_part.ops
+    in_bf16 = vllm_part.cpu_gdn_attention_core
 
     def gating(A_log, a, b, dt_bias):
         return -A_log.exp() * torch.nn.functional.softplus(a + dt_bias), b.sigmoid()
@@ -243,10 +244,10 @@ def delta_rule_in_fp32() -> None:
         context = vllm_part.get_forward_context()
         if context.attn_metadata is not None:
             layer = context.no_compile_layers[vllm_part._resolve_layer_name(layer_name)]
-            vllm_part.ops = exact
-            vllm_part._cpu_gdn_attention_nonspec(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a,
-                                                 core_attn_out)
-            vllm_part.ops = ops
+            with mock.patch.object(vllm_part, "ops", exact), mock.patch.object(
+                    torch.cpu, "_is_avx512_bf16_supported", lambda: False):  # its convolution is in bf16, too
+                vllm_part._cpu_gdn_attention_nonspec(layer, context.attn_metadata[layer.prefix], mixed_qkv,
+                                                     b, a, core_attn_out)
 
     vllm_part.cpu_gdn_attention_core = core
 
