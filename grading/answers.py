@@ -51,6 +51,7 @@ import unicodedata
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
+from itertools import repeat
 from typing import NamedTuple
 
 from configs import require
@@ -965,7 +966,15 @@ def grade(answer: str, gold: str, kind: str = "math") -> bool:
     return bool(quick_grade(answer, gold, kind, math_equal))
 
 
-def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: None) -> bool | None:
+class Undecided(Exception):
+    """Raised if only math-verify can decide whether two answers are equal."""
+
+
+def _undecided(*_):
+    raise Undecided
+
+
+def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) -> bool | None:
     """Returns what `grade` returns, or None if only math-verify can decide. If `prove` is given, it compares
     such expressions instead (see `_same`). Raises UserError for an unknown kind."""
     require(kind in KINDS, f"answer kind {kind!r} is unknown", f"one of {', '.join(KINDS)}")
@@ -981,12 +990,16 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=lambda *_: Non
     a, b = (read(normalise(text)) for text in (answer, gold))
     if chosen and b.parts == letter and letter in answer:  # `(A) 15` equals A
         return True
-    same = _same(a, b, prove)
+    try:
+        if _same(a, b, prove):
+            return True
+    except Undecided:
+        return None
     ours, theirs = map(PARAMETER.search, (answer, gold))
-    if same is False and ours and theirs and ours[1] != theirs[1]:
-        renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
-        return quick_grade(renamed, gold, kind, prove)
-    return same
+    if not ours or not theirs or ours[1] == theirs[1]:
+        return False
+    renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
+    return quick_grade(renamed, gold, kind, prove)
 
 
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
@@ -1051,8 +1064,8 @@ def _letter(text):
 
 
 def _same(answer, gold, prove):
-    """Returns whether two Readings are equal. prove(answer, gold) compares the texts of two expressions. It
-    returns True, False, or None if it can't decide. `_same` returns None if such a pair matters."""
+    """Returns whether two Readings are equal. prove(answer, gold) compares the texts of two expressions. Its
+    errors pass through."""
     if _squeeze(answer.text) == _squeeze(gold.text):
         return True
     kinds = {answer.kind, gold.kind}
@@ -1103,14 +1116,12 @@ def _same_expression(answer, gold, prove):
         return prove(answer.text, gold.text)
     if not kinds <= {"expression", "number"} or gold.kind == "number":
         return False
-    free = OPERATIONS[-2:] if _variables(gold.text) else ()
-    *_, trigonometric, _, roots, _ = OPERATIONS
+    _, trigonometric, _, roots, _ = OPERATIONS
     for operation in OPERATIONS:
         ours, theirs = (len(operation.findall(r.text)) for r in (answer, gold))
-        # \sqrt2-1 equals \tan\frac{\pi}{8}
         if operation is roots and trigonometric.search(gold.text):
-            continue
-        if ours > theirs and not (theirs and operation in free):
+            continue  # \sqrt2-1 equals \tan\frac{\pi}{8}
+        if ours > theirs and not (theirs and _variables(gold.text)):
             return False
     return prove(answer.text, gold.text)
 
@@ -1158,18 +1169,13 @@ def _same_chain(answer, gold, prove):
     value, exact, rounded = _parts(answer, "chain", (answer, (), ()))
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
     needed, *_ = _parts(gold, "chain", [gold])
-    verdicts = [rounds or _same(value, needed, prove)]
+    if not rounds and not _same(value, needed, prove):
+        return False
     if value.kind == "quantity":
         value = value.parts[0]
     text = str(value.parts.value) if value.kind == "number" else value.text
-    if verdicts != [False]:
-        verdicts += [prove(step, text, 1e-6) for step in exact]
-        verdicts += [prove(step, text, 0.01) for step in rounded]
-    return _all(verdicts)
-
-
-def _all(verdicts):
-    return False not in verdicts and (None if None in verdicts else True)
+    limits = [1e-6] * len(exact) + [0.01] * len(rounded)
+    return all(map(prove, [*exact, *rounded], repeat(text), limits))
 
 
 def _same_quantity(answer, gold, prove):
@@ -1196,29 +1202,27 @@ def _same_number(answer, gold):
 
 
 def _same_tuple(answer, gold, prove):
-    """Returns whether two tuples have the same form and the same parts in the same order. Returns None if
-    that depends on parts for which `_same` returns None."""
+    """Returns whether two tuples have the same form and the same parts in the same order."""
     (kind, a), (needed, b) = answer, gold
     # A tuple of kind "=", such as x=1, y=2, may equal a tuple (1,2) or a list 1,2.
     system = "=" in (kind, needed) and {kind, needed} < {"=", "()", ","}
     if len(a) != len(b) or kind != needed and not system:
         return False
-    return _all([_same(*pair, prove) for pair in zip(a, b, strict=True)])
+    return all(map(_same, a, b, repeat(prove)))
 
 
 def _unordered(answer, gold, prove, same=_same):
     """Returns whether the lists `answer` and `gold` have the same parts in any order. If one list has a
-    single part, every part of the other list must equal this part: `1, 1` equals `1`. Returns None if the
-    result depends on parts for which `same` returns None."""
+    single part, every part of the other list must equal this part: `1, 1` equals `1`."""
     if len(answer) != len(gold):
         alone = min(len(answer), len(gold)) == 1
-        return alone and _all([same(a, b, prove) for a in answer for b in gold])
+        return alone and all(same(a, b, prove) for a in answer for b in gold)
     left = list(answer)
     for b in gold:
-        verdicts = [same(a, b, prove) for a in left]
-        if True not in verdicts:
-            return None if None in verdicts else False
-        left.pop(verdicts.index(True))
+        place = next((n for n, a in enumerate(left) if same(a, b, prove)), None)
+        if place is None:
+            return False
+        del left[place]
     return True
 
 
@@ -1324,39 +1328,32 @@ def _calculations(text):
 def _has_power(node):
     r"""Returns whether a node is a power to multiply out, such as 2^3, (2x)^3, (1+\sqrt2)^3 or (x^2)^3, or
     another calculation of a number, such as 5! or |1-\sqrt2|."""
-    from sympy import Abs, I, Mul, flatten
+    from sympy import Abs, I
 
     base, exponent = node.as_base_exp()
-    if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1 and base.is_integer:
+    if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1:
         return False
-    if exponent.is_integer and exponent not in (1, -1):
-        for factor in flatten([base], cls=Mul):
-            if factor.is_Pow and factor.exp.is_integer and factor.exp != -1:
-                return True
-            if factor.is_number and abs(factor) != 1 and (factor.is_rational or factor.args):
-                return True
     value = node.doit()
+    if exponent.is_integer and exponent != 1:
+        changed = value.as_base_exp()[1] != exponent
+        return changed or base.is_number and bool(base.is_rational or base.args)
     return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
 
 
 def _has_product(node):
-    r"""Returns whether a node is an unfinished product: two of its numbers have numerators other than 1 and
-    -1 (2\cdot3x), or two have such denominators, or its numbers give an integer (4\pi/2), or a base comes
-    twice (x^2/x)."""
-    from sympy import I, Mul, denom, flatten, numer
+    r"""Returns whether a node is an unfinished product: numerator or denominator has two numbers
+    (2\cdot3x), or they give an integer (4\pi/2), or a base comes twice (x^2/x), or i divides (1/i)."""
+    from sympy import I, Mul, flatten, fraction
 
-    factors = []
-    for factor in flatten([node], cls=Mul):
-        if factor.is_Pow and factor.exp == -1:  # the factors of 1/(ab) are 1/a and 1/b
-            factors += [1 / part for part in flatten([factor.base], cls=Mul)]
-        else:
-            factors.append(factor)
-    numbers = [f for f in factors if f.is_rational or f.is_number and f.has(I) and f != I]
-    tops = sum(numer(number) not in (1, -1) for number in numbers)
-    bottoms = sum(denom(number) not in (1, -1) for number in numbers)
-    if max(tops, bottoms) > 1 or tops and bottoms and Mul(*numbers).is_integer:
+    sides = [flatten([side], cls=Mul) for side in fraction(node, exact=True)]
+    top, bottom = (
+        [f for f in side if f.is_rational and abs(f) != 1 or f.is_number and f.has(I) and f != I]
+        for side in sides
+    )
+    if len(top) > 1 or len(bottom) > 1 or top and bottom and (top[0] / bottom[0]).is_integer:
         return True
-    powers = [f.as_base_exp() for f in factors if not f.is_rational]
-    divides = -1 in [exponent for _, exponent in powers]
-    bases = [base for base, exponent in powers if exponent != 1 or divides]
+    if any(factor.has(I) for factor in sides[1]):
+        return True
+    tops, bottoms = ([f.as_base_exp() for f in side if not f.is_rational] for side in sides)
+    bases = [base for base, exponent in tops + bottoms if exponent != 1 or bottoms]
     return len({*bases}) < len(bases)
