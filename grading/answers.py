@@ -1325,6 +1325,13 @@ def _calculations(text):
     return found
 
 
+def _factors(node):
+    """Returns the factors of a node's numerator and of its denominator: two lists."""
+    from sympy import Mul, flatten, fraction
+
+    return [flatten([side], cls=Mul) for side in fraction(node, exact=True)]
+
+
 def _has_power(node):
     r"""Returns whether a node is a power to multiply out, such as 2^3, (2x)^3, (1+\sqrt2)^3 or (x^2)^3, or
     another calculation of a number, such as 5! or |1-\sqrt2|."""
@@ -1333,26 +1340,29 @@ def _has_power(node):
     base, exponent = node.as_base_exp()
     if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1:
         return False
-    value = node.doit()
     if exponent.is_integer and exponent != 1:
-        changed = value.as_base_exp()[1] != exponent
-        return changed or base.is_number and bool(base.is_rational or base.args)
+        for factor in sum(_factors(base), []):
+            if factor.is_number and factor.args:
+                return True
+            if abs(factor) != 1 and (factor**exponent).as_base_exp()[1] != exponent:
+                return True
+    value = node.doit()
     return value.is_rational or value.is_number and (node.has(I) or isinstance(node, Abs))
 
 
 def _has_product(node):
     r"""Returns whether a node is an unfinished product: numerator or denominator has two numbers
     (2\cdot3x), or they give an integer (4\pi/2), or a base comes twice (x^2/x), or i divides (1/i)."""
-    from sympy import I, Mul, flatten, fraction
+    from sympy import I
 
-    sides = [flatten([side], cls=Mul) for side in fraction(node, exact=True)]
+    sides = _factors(node)
+    if any(factor.has(I) for factor in sides[1]):
+        return True
     top, bottom = (
         [f for f in side if f.is_rational and abs(f) != 1 or f.is_number and f.has(I) and f != I]
         for side in sides
     )
     if len(top) > 1 or len(bottom) > 1 or top and bottom and (top[0] / bottom[0]).is_integer:
-        return True
-    if any(factor.has(I) for factor in sides[1]):
         return True
     tops, bottoms = ([f.as_base_exp() for f in side if not f.is_rational] for side in sides)
     bases = [base for base, exponent in tops + bottoms if exponent != 1 or bottoms]
