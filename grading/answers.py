@@ -237,6 +237,7 @@ SPELLINGS = _table(
     r"\backslash \setminus \bigcup \cup \varphi \phi \over \infix_frac \mod \pmod",
     r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
     r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
+    r"процент \% процента \% процентов \%",
     r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
     r"arcsin \arcsin arccos \arccos arctan \arctan sin \sin cos \cos tan \tan",
     r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
@@ -247,12 +248,11 @@ SPELLINGS = _table(
 TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
-    r"\{(?P<text>[^{}]*(?:\^\{[^{}]*\}[^{}]*)?)\}",
+    r"\{(?P<text>[^{}]*(?:(?:\^|\\text)\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
     r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z]"
-    # mg\sin\theta
-    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)(?![a-z]))"
-    r"[A-Za-zÀ-ɏ]+",
+    r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)"  # mg\sin\theta
+    r"(?![a-z]))[A-Za-zÀ-ɏ]+",
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
@@ -327,7 +327,7 @@ TIDY = {
     r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
     r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})": r"\\sqrt{\1}",
     r"\b([ap])\. ?m\b\.?": r'"\1m"',
-    r"(?<=\d)(?:st|nd|rd|th)\b": "",
+    r'(?<=\d)(?:\^ ?\{?)?"?(?:st|nd|rd|th)\b"?\}?': "",
     r'\\(?:text)?color ?\{"?\w+"?\}': "",
     r'\\\\ ?\[[\d.]+ ?"?\w+"?\]': r"\\\\",  # \\[2pt], a row's end with extra space, becomes \\
     r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)": '"degrees"',
@@ -388,6 +388,9 @@ TIDY = {
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
+    r'("[A-Z][a-z]+"):(?=\d)': r"\1=",  # Bob: 5
+    r"^([^=<>\\a-z]+)=([a-z])$": r"\2=\1",  # 5=x
+    r'^(\d+) ?"?[Rr]"? ?(\d+)$': r'\1 "remainder" \2',
     rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
@@ -401,7 +404,7 @@ TIDY = {
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
-    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan)") ?'
+    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs)") ?'
     r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
@@ -443,7 +446,7 @@ def normalise(text: str) -> str:
 
 def _token(match):
     if match["text"] is not None:
-        text = re.sub(r"(?<!\\)\$|\\[,;:!]", " ", match["text"])
+        text = re.sub(r"(?<!\\)\$|\\[,;:!]|\\text\{(\w+)\}", r" \1", match["text"])
         return LETTERS.sub(_quoted, text)
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
@@ -513,8 +516,8 @@ UNIT_NAMES = (
     "m meter metre м 米; km kilometer kilometre км 千米 公里; in inch inche",
     "ft foot feet; yd yard; mi mile; mg milligram; g gram г 克; lb pound",
     "kg kilogram кг 千克 公斤; oz ounce; ton tonne т 吨; ms millisecond",
-    "s sec second 秒 секунд секунды; min minute 分钟 минут минуты минута",
-    "h hr hour 小时 час часа часов; day 天 день дня дней; week; month 月",
+    "s sec second с 秒 секунд секунды; min minute 分钟 минут минуты минута",
+    "h hr hour ч 小时 час часа часов; day 天 день дня дней; week; month 月",
     "yr year 年 岁 год года лет; l liter litre л 升; gal gallon; mph; hz hertz",
     "ml milliliter millilitre мл 毫升; degree deg 度 градусов градуса",
     "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
@@ -570,10 +573,10 @@ BASES = _table(
 )
 # What may stand before `=`: one of NAMES, and then any of its ENDS in this order
 NAMES = (
-    r"(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{[A-Za-z]+\})?",  # m\angle
+    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
     r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
     r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
-    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
+    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)|\\(?:sum|int|prod|lim)(?![a-z]).*",  # (r,\theta)
 )
 ENDS = (
     r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
@@ -593,7 +596,8 @@ TOTAL = re.compile(
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
-    r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
+    r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}"
+    r"((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
 )
 CASE = re.compile(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$')  # x^2,& "if" x>0
 ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
@@ -832,7 +836,8 @@ def _read_text(text, inner):
     names = set(filter(str.isalpha, found))
     if not match or NO_UNIT & names or PART.search(match[2]):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        return "text", NOUNS.sub(r"\1", ARTICLE.sub("", words))
+        words = NOUNS.sub(r"\1", ARTICLE.sub("", words)).split()
+        return "text", " ".join(ALIASES.get(word, word) for word in words)  # 2 h 30 min
     inside = inner(match[1])
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
@@ -1003,7 +1008,10 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
 
 
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
-PARAMETER = re.compile(r"(?<![a-z\\])([a-z])(?: ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]|\) ?=.*\1)")
+PARAMETER = re.compile(
+    r"(?<![a-z\\])([a-z])"
+    r"(?: ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]|\) ?=.*(?<![a-z\\])\1)"
+)
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 SIDE = re.compile(
