@@ -67,9 +67,9 @@ from configs import (
     UserError,
     differences,
     exists,
-    flock,
     follow_umask,
     if_there,
+    lock_file,
     names_in,
     prompt_form,
     read_json,
@@ -98,7 +98,8 @@ from model import (
 )
 
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
-OURS = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")  # without COMPLETE
+# The files of a checkpoint, except COMPLETE
+FILES = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 
@@ -173,6 +174,7 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
 
 
 def crc32(file: Path) -> str:
+    """Returns the CRC-32 of a file's content as 8 hexadecimal digits."""
     value = 0
     with file.open("rb") as f:
         while chunk := f.read(2**20):
@@ -180,12 +182,13 @@ def crc32(file: Path) -> str:
     return f"{value:08x}"
 
 
-def _describe(*files):
+def _crc32s(*files):
     """Returns a dict: name of the file -> its CRC-32."""
     return {file.name: crc32(file) for file in files}
 
 
 def _sync(*paths):
+    """Waits until the files and folders are on the disk, so that they survive a loss of power."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -222,6 +225,7 @@ def read_carried(folder: Path) -> list[Sample]:
 
 
 def _sample(row):
+    """Returns the Sample from a row of JSON, the result of `write_samples`."""
     for key in TUPLES:
         row[key] = tuple(row[key])
     for key, kind in ARRAYS.items():
@@ -311,6 +315,8 @@ class Saver:
             self.saved = step
 
     def _write(self, temp, carried):
+        """Writes this rank's files into the folder `temp`. Returns a dict: name of the file -> its CRC-32.
+        carried: see `save`"""
         self.buffer.check_finite()
         temp.mkdir(parents=True, exist_ok=True)
         files = [temp / f"shard-{td.get_rank():05d}.safetensors"]
@@ -318,10 +324,14 @@ class Saver:
         if carried:
             files.append(temp / f"carried-{td.get_rank():05d}.json")
             write_samples(files[1], carried)
-        return _describe(*files)
+        return _crc32s(*files)
 
     def _publish(self, step, temp, every):
-        error = max(error for error, _ in every)
+        """Publishes the checkpoint in the folder `temp`. Returns "", or a line that says why it was not
+        saved.
+
+        every: from each rank, the result of _attempt(self._write, …)"""
+        error = max(error for error, _ in every)  # "" only if no rank has an error
         if not error:
             files = {}
             for _, of_rank in every:
@@ -335,6 +345,7 @@ class Saver:
         return f"the checkpoint after {step} steps was not saved: {error}"
 
     def _prune(self):
+        """Calls `prune`. Its errors are only warnings."""
         error, _ = _attempt(prune, self.out, self.cfg.keep, self.cfg.keep_best)
         if error:
             self.warn(f"an old checkpoint was not removed, or ckpt/best not made: {error}")
@@ -382,7 +393,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> 
     state = temp / "state.json"
     mark = temp / "COMPLETE"
     state.write_text(json.dumps(facts))
-    mark.write_text(json.dumps({**files, **_describe(state)}))
+    mark.write_text(json.dumps({**files, **_crc32s(state)}))
     if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
         _remove(final)  # `final` is an incomplete checkpoint, which a crash left
     _sync(state, mark, temp)
@@ -415,10 +426,10 @@ def _remove(folder):
     if exists(folder / "COMPLETE"):
         # r+: on NFS, only a file that is open for writing can be locked.
         with open(folder / "COMPLETE", "r+") as mark:
-            if not flock(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if not lock_file(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return
             os.unlink(mark.name)
-    for name in filter(OURS.fullmatch, names_in(folder)):
+    for name in filter(FILES.fullmatch, names_in(folder)):
         (folder / name).unlink()
     folder.rmdir()
 
@@ -472,7 +483,7 @@ def hold(folder: Path | None) -> Iterator[None]:
     mark = if_there(open, folder / "COMPLETE")
     require(mark is not None, gone, "a newer checkpoint")
     with mark:
-        flock(mark.fileno(), fcntl.LOCK_SH)
+        lock_file(mark.fileno(), fcntl.LOCK_SH)
         require(exists(folder / "COMPLETE"), gone, "a newer checkpoint")
         yield
 
@@ -489,7 +500,7 @@ def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
         if name.startswith("carried-") or name.endswith(".safetensors"):
             names.add(name)
     for name in sorted(names)[rank::ranks]:
-        error, found = _attempt(if_there, _describe, folder / name)
+        error, found = _attempt(if_there, _crc32s, folder / name)
         if error:
             return error
         if found != {name: mark.get(name)}:
@@ -548,11 +559,12 @@ def read_state(folder: Path) -> Facts:
     share = ()
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
-    bad = max(dist.gather(damaged(folder, *share)))
+    bad = max(dist.gather(damaged(folder, *share)))  # "" only if no rank has found a damaged file
     require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
     state = read_json(folder / "state.json", {"step": int})
     own = step_folder(folder.parent.parent, state["step"]).name
     require(
+        # The user may give a copy of a checkpoint any name that is not the name of another step.
         folder.name == own or not STEP.fullmatch(folder.name),
         f"{folder} is the checkpoint after {state['step']} steps",
         f"the name {own}, or another place for this copy",
@@ -686,9 +698,10 @@ def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
 
 
 def _write_export(out, fill, facts):
+    """Does the work of `write_export`. Raises OSError, SafetensorError or UserError."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(out.parent, os.O_RDONLY)
-    flock(lock, fcntl.LOCK_EX)  # other exports to this place wait
+    lock_file(lock, fcntl.LOCK_EX)  # other exports to this place wait
     temp = unfinished(out, secrets.token_hex(8))
     try:
         remove_unfinished(out.parent, re.escape(out.name))
@@ -696,11 +709,11 @@ def _write_export(out, fill, facts):
         fill(temp)
         (temp / MARKER).write_text(json.dumps(facts, indent=1))
         for file in temp.glob("*.safetensors"):
-            follow_umask(file)
+            follow_umask(file)  # safetensors ignores the umask
         _sync(*temp.rglob("*"), temp)
-        check_export_path(out)
+        check_export_path(out)  # again, because `out` may have changed since the first check
         if exists(out / MARKER):
-            out.rename(_free(out))
+            out.rename(_backup_path(out))
         temp.rename(out)
         _sync(out.parent)
     finally:
@@ -708,7 +721,7 @@ def _write_export(out, fill, facts):
         os.close(lock)
 
 
-def _free(out):
+def _backup_path(out):
     """Returns a path for an earlier export at `out`: OUT.1, or with the next free number."""
     for i in itertools.count(1):
         path = out.with_name(f"{out.name}.{i}")

@@ -36,7 +36,8 @@ T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
 MODULES = "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
-# The files of the program. Other files in ROOT are the user's, such as a reward function.
+# All source files of torz, for the hash of its code. Other files in ROOT, such as a reward function, are the
+# user's.
 CODE = [Path(ROOT, f"{name}.py") for name in sorted(MODULES)]
 for folder in ("engines", "grading", "guard", "tools"):
     CODE += sorted(Path(ROOT, folder).glob("*.py"))
@@ -1151,7 +1152,7 @@ def replace_text(path: Path, text: str) -> None:
     temp.replace(path)
 
 
-def flock(file: int, kind: int) -> bool:
+def lock_file(file: int, kind: int) -> bool:
     """Locks an open file or folder until it is closed. Returns whether it is locked: False if another open
     file has a lock that excludes this one. A file system without locks excludes nothing.
 

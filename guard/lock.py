@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import explained, flock, if_there, read_json, require, show
+from configs import explained, if_there, lock_file, read_json, require, show
 
 # Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
 PATIENCE = 120.0
@@ -33,7 +33,7 @@ class FolderLock:
         self.owner()  # refuses a user's file of this name
         self.handle = self.file.open("a")
         end = time.monotonic() + PATIENCE
-        while not flock(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not lock_file(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             owner = self.owner()
             by = f"process {owner.get('pid')} on {owner.get('host')}"
             require(

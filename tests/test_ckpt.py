@@ -757,7 +757,7 @@ def test_an_export_whose_base_model_has_moved(two_ranks, base, tmp_path):
         state["config"]["model"] = "/gone/base"
         (folder / "state.json").write_text(json.dumps(state))
         mark = json.loads((folder / "COMPLETE").read_text())
-        (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._describe(folder / "state.json")))
+        (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._crc32s(folder / "state.json")))
     shutil.copytree(base.model, moved)
     for who, architecture in (("policy", "Qwen2ForCausalLM"), ("critic", "Qwen2ForSequenceClassification")):
         with pytest.raises(UserError, match="no model folder '/gone/base'; needed: --model"):

@@ -168,7 +168,7 @@ def test_json_of_the_wrong_shape_is_one_line(two_ranks, tmp_path, text):
         """A checkpoint whose checksums are right."""
         (folder / name).write_bytes(text)
         mark = json.loads((folder / "COMPLETE").read_text())
-        (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._describe(folder / name)))
+        (folder / "COMPLETE").write_text(json.dumps(mark | ckpt._crc32s(folder / name)))
 
     def carried():
         rewrite("carried-00000.json")
