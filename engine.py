@@ -3,7 +3,7 @@
 An engine samples responses with the policy's weights, but only inside `awake`, which loads the weights:
 
     with engine.awake(full_weights(policy), version=step):
-        for sample in engine.generate(requests, limits, temperature, key, version=step):
+        for sample in engine.generate(requests, limits, temperature, seed, version=step):
             ...  # requests: (prompt_id, sample_id) -> tokens
 
 To add an engine, write a subclass with `load(weights)` and `generate(…)`, and add its name to
@@ -141,7 +141,7 @@ class Engine(abc.ABC):
         requests: Mapping[Key, Sequence[int]],
         limits: Mapping[Key, int],
         temperature: float,
-        key: tuple[int, ...],
+        seed: tuple[int, ...],
         version: int,
         top_p: float = 1.0,
     ) -> Iterator[Sample]:
@@ -150,7 +150,7 @@ class Engine(abc.ABC):
         requests: k -> tokens of the prompt, perhaps with an unfinished response; k is (prompt_id, sample_id)
         limits: k -> largest number of tokens to sample
         temperature: 0 means greedy
-        key: seeds the randomness, together with k
+        seed: the random numbers of a response depend on `seed` and its k
         version: step of the weights; a subclass must first call self.check(version)
         top_p: nucleus sampling; 1: all tokens
 
@@ -273,7 +273,8 @@ class Engine(abc.ABC):
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
-    which may name different tokens. Without ids that the model can't sample."""
+    which may name different tokens. Ids from the vocabulary's size on are left out, because the model can't
+    sample them."""
     generation = read_json(Path(path) / "generation_config.json")
     ids = []
     for source in (

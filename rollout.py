@@ -1,7 +1,7 @@
 """Samples and grades responses, for training and evaluation.
 
 with engine.awake(full_weights(policy), version=step):
-    sampling = Sampling(n=8, temperature=1.0, max_tokens=512, key=(seed, TRAIN, step), version=step)
+    sampling = Sampling(n=8, temperature=1.0, max_tokens=512, seed=(cfg.seed, TRAIN, step), version=step)
     samples, _ = rollout(engine, grader, {prompt_id: problem, …}, sampling)"""
 
 import itertools
@@ -101,12 +101,12 @@ def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
 
 
 class Sampling(NamedTuple):
-    """How a rollout samples its responses. temperature, key, version, top_p: see Engine.generate"""
+    """How a rollout samples its responses. temperature, seed, version, top_p: see Engine.generate"""
 
     n: int  # number of responses to each problem
     temperature: float
     max_tokens: int  # largest number of tokens of a response
-    key: tuple[int, ...]
+    seed: tuple[int, ...]
     version: int
     top_p: float = 1.0
 
@@ -127,7 +127,8 @@ class Trajectories:
     # The environment (--env) has not replied to the last turn yet.
     waiting: dict[Key, Sample] = field(default_factory=dict)
     finished: dict[Key, Sample] = field(default_factory=dict)  # graded if Sample.grader is set
-    # (prompt_id, sample_id) -> the environment's Reply; (prompt_id, sample_id, i) -> grader i's Grade
+    # What the grader has returned: (prompt_id, sample_id) -> the environment's Reply;
+    # (prompt_id, sample_id, i) -> the Grade of the i-th term of `graders_of`
     results: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -171,21 +172,22 @@ class Trajectories:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. A
         signal may abort the round (see Engine.goes_on)."""
         before = dict(self.open)
+        sampling = self.sampling
+        seed = sampling.seed
         requests = {}
         limits = {}
-        _, temperature, most, seeds, version, top_p = self.sampling
         for key, s in before.items():
             requests[key] = (*s.prompt, *s.ids.tolist())
-            limits[key] = min(self._left(s), self.round_len or most)
+            limits[key] = min(self._left(s), self.round_len or sampling.max_tokens)
         if self.rounds:
-            seeds = (*seeds, ROUND, self.rounds + 1)
+            seed = (*seed, ROUND, self.rounds + 1)
         for s in self.engine.generate(
             requests,
             limits,
-            temperature,
-            seeds,
-            version,
-            top_p,
+            sampling.temperature,
+            seed,
+            sampling.version,
+            sampling.top_p,
         ):
             if self._take(before[s.key], s):
                 self.progress()
@@ -235,12 +237,13 @@ class Trajectories:
     def _seed(self, s):
         """Returns the seed of a response's environment. With --carry, the seed stays the same when the
         response continues in a later step."""
-        key = self.sampling.key
-        if self.cfg.carry and key[1] == TRAIN:
-            key = key[:2]  # without the step, because a prompt_id is unique in the whole run
-        return random.Random(f"{key} {s.key}").getrandbits(48)
+        seed = self.sampling.seed
+        if self.cfg.carry and seed[1] == TRAIN:
+            seed = seed[:2]  # without the step, because a prompt_id is unique in the whole run
+        return random.Random(f"{seed} {s.key}").getrandbits(48)
 
     def _complete(self, s):
+        """Put `s` into `finished`, and submit it to the graders of its data set."""
         if self.cfg.env:
             self.grader.release(self._seed(s))
         problem = self.problems[s.prompt_id]
@@ -614,13 +617,13 @@ def score_sets(
     temperatures = itertools.cycle(cfg.eval_temperature)
     for (name, problems), n, temperature in zip(sets.items(), many, temperatures, strict=False):
         # The name, not the position: an added evaluation set changes no response of the others.
-        key = cfg.seed, EVAL, zlib.crc32(name.encode())
+        seed = cfg.seed, EVAL, zlib.crc32(name.encode())
         longest = cfg.eval_response_len or cfg.max_response_len
         sampling = Sampling(
             n,
             temperature,
             longest,
-            key,
+            seed,
             version=step,
             top_p=cfg.eval_top_p,
         )

@@ -296,23 +296,22 @@ def draw_and_carry(
 def draw(
     run: Run,
     problems: Mapping[int, Problem],
-    key: tuple[int, ...],
+    seed: tuple[int, ...],
     carried: Sequence[Sample] = (),
 ) -> tuple[list[Sample], list[Sample]]:
     """Call `rollout` with the settings of training. Add the extra rewards (reward.REWARD_PARTS) to the
     samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
     trajectories that the next step continues.
 
-    key: part of the random seed: (step,), or (step, round) in a round of `resample`"""
+    seed: part of the random seed: (step,), or (step, round) in a round of `resample`"""
     cfg = run.cfg
-    step = key[0]
+    step = seed[0]
     n = cfg.samples_per_prompt
-    seeds = (cfg.seed, TRAIN, *key)
     sampling = Sampling(
         n,
         cfg.temperature,
         cfg.max_response_len,
-        seeds,
+        (cfg.seed, TRAIN, *seed),
         version=step,
     )
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
@@ -325,7 +324,8 @@ def draw(
             if right / n >= cfg.skip_solved:
                 solved.append(problems[group[0].prompt_id].index)
         for i in dist.gather_all(solved):
-            # the first step without the problem; so a repeated step, too, forgets it (see state_of)
+            # step + 1 is the first step that skips the problem. A run that is resumed before that step drops
+            # the entry (guard.start.state_of), and solves the problem again.
             run.solved.setdefault(i, step + 1)
     return shape_rewards(samples, cfg), left
 
@@ -727,6 +727,7 @@ def update(
         role.skipped += 1
         log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped", step)
     role.optimizer.zero_grad(set_to_none=True)
+    # A skipped update adds 0 of 0, so it does not count in the metric's mean.
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", not finite, 1)
     require(

@@ -60,7 +60,7 @@ class Response:
     start: int = 0  # the place of the prompt's first token in its page
 
     @property
-    def read(self) -> int:
+    def prefix_len(self) -> int:
         """Number of tokens of the prompt that the prefill reads. A decoding step reads the last token."""
         return len(self.prompt) - 1
 
@@ -139,9 +139,9 @@ class Pages(Cache):
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
         other = self.latest.get(r.prompt)
-        full = r.read // self.size
+        full = r.prefix_len // self.size
         shared = other.pages[:full] if other else []
-        tokens = r.read + r.limit
+        tokens = r.prefix_len + r.limit
         needed = math.ceil(tokens / self.size) - len(shared)
         left = len(self.free) - needed
         if left < 0:
@@ -258,8 +258,8 @@ class Rows(Cache):
                 r.pages = other.pages
                 return True
         if self.rows == 0:  # the longest prompt comes first
-            self.column = r.read
-        r.start = self.column - r.read
+            self.column = r.prefix_len
+        r.start = self.column - r.prefix_len
         r.pages = [self.rows]
         self.rows += 1
         self.unread.append(r)
@@ -308,23 +308,23 @@ class Rows(Cache):
         if not ended and self.rows == slots:
             return
         row = self.table[:slots, 0]
-        pair = row * self.vocabulary + token
+        pair = row * self.vocabulary + token  # one number for each pair (row, token)
         pair, new_row = pair.unique(return_inverse=True)
         source = pair // self.vocabulary  # the old row of each new row, in ascending order
         if not ended and len(source) == self.rows:
             return
         self.rows = len(source)
         # To copy few rows, the first new row of an old row takes its place, if that place still exists. The
-        # other new rows are as many as the free places. Example: the sources 0 0 1 get the places 0 2 1, so
-        # the rows 0 and 1 stay, and row 2, which no slot uses, becomes a copy of row 0.
-        stays = source < self.rows
-        stays[1:] &= source[1:] != source[:-1]
+        # other new rows are as many as the free places. The comments show an example: the rows 0 and 1 stay,
+        # and row 2, which no slot uses, becomes a copy of row 0.
+        stays = source < self.rows  # source 0 0 1: true true true
+        stays[1:] &= source[1:] != source[:-1]  # true false true
         is_free = torch.ones_like(stays)
-        is_free[source[stays]] = False
-        free = is_free.nonzero()[:, 0]
-        place = source.masked_scatter(~stays, free)
+        is_free[source[stays]] = False  # false false true
+        free = is_free.nonzero()[:, 0]  # 2
+        place = source.masked_scatter(~stays, free)  # 0 2 1
         self.table[:slots, 0] = place[new_row]
-        copied = source[~stays]
+        copied = source[~stays]  # 0
         if len(copied) == 0:
             return
         for cached in self.layers:
@@ -400,7 +400,8 @@ class FusedDecoder:
         """Changes the storage of the weights, see `join`."""
         self.policy = policy
         self.fused = policy.config.model_type in configs.LLAMA_LIKE
-        self.qkv = []  # weight and bias of each layer
+        # For each layer the pair (weight, bias) of one linear layer, see `join`
+        self.qkv = []
         self.gate_up = []
         if self.fused:
             for layer in policy.model.layers:
@@ -411,7 +412,7 @@ class FusedDecoder:
                 self.gate_up.append(gate_up)
 
     def prepare(self, positions: int, in_kernel: bool = False) -> None:
-        """Compute the rotary angles of the first `positions` positions.
+        """Compute the rotary angles of the first `positions` positions, unless Policy.hidden computes them.
 
         in_kernel: whether one kernel rotates queries and keys, and stores keys and values in a Pages"""
         if not self.fused:
@@ -423,7 +424,8 @@ class FusedDecoder:
         self.cos, self.sin = self.policy.model.rotary_emb(like, position[:, None])
         if not in_kernel:
             first, second = self.sin.chunk(2, -1)
-            # With this sign, rotate_half(x) * sin is x.roll(d / 2) * self.sin.
+            # With the halves a, b of x, rotate_half(x) is cat(-b, a), and x.roll(d / 2) is cat(b, a). The
+            # sign moves into self.sin, so that rotate_half(x) * sin = x.roll(d / 2) * self.sin.
             self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -523,7 +525,7 @@ class Slots:
         power = 1 << (n - 1).bit_length()
         return min(self.count, power)
 
-    def add(self, new: Sequence[Response], key: tuple[int, ...]) -> None:
+    def add(self, new: Sequence[Response], seed: tuple[int, ...]) -> None:
         """Put responses into the next free slots."""
         first = len(self.responses)
         self.responses += new
@@ -533,10 +535,9 @@ class Slots:
         draws = np.zeros((count, self.cache.longest))
         table = np.zeros((count, width))
         for j, r in enumerate(new):
-            end = r.read + r.limit
-            inputs[j] = r.prompt[-1], r.read, end - 1
-            seed = (*key, *r.key)
-            draws[j, r.read : end] = uniforms(seed, r.limit)
+            end = r.prefix_len + r.limit
+            inputs[j] = r.prompt[-1], r.prefix_len, end - 1
+            draws[j, r.prefix_len : end] = uniforms((*seed, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
         for state, values in (
             (self.inputs, inputs),
@@ -573,11 +574,11 @@ class Slots:
             return copied.numpy
         done = torch.cuda.current_stream().record_event()
 
-        def read():
+        def finish_copy():
             done.synchronize()
             return copied.numpy()
 
-        return read
+        return finish_copy
 
 
 class TorchEngine(Engine):
@@ -610,7 +611,7 @@ class TorchEngine(Engine):
         self.slots = None
 
     @torch.inference_mode()
-    def generate(self, requests, limits, temperature, key, version, top_p=1.0):
+    def generate(self, requests, limits, temperature, seed, version, top_p=1.0):
         self.check(version)
         if not requests:
             return
@@ -623,20 +624,20 @@ class TorchEngine(Engine):
         self.may_end = self.may_stop.copy()
         self.may_end[list(self.eos)] = True
         slots = self._allocate(waiting)
-        self._fill(slots, waiting, key)
+        self._fill(slots, waiting, seed)
         seen = 0  # number of slots that have decoded since the last look
         while slots.responses and self.goes_on():
             if slots.is_paged:
                 # Copy the earlier steps' tokens while the GPU runs the next steps, so that it never waits.
-                read = slots.copy(seen)
+                finish_copy = slots.copy(seen)
                 self._decode(slots, temperature, top_p)
             else:
                 self._decode(slots, temperature, top_p)
-                read = slots.copy(len(slots.responses))
-            ended = self._look(slots, read())
+                finish_copy = slots.copy(len(slots.responses))
+            ended = self._look(slots, finish_copy())
             # The next copy has tokens of these slots, but not of those that `_fill` adds now.
             seen = len(slots.responses)
-            self._fill(slots, waiting, key)
+            self._fill(slots, waiting, seed)
             for r in ended:
                 yield self.sample(
                     r.key,
@@ -653,7 +654,7 @@ class TorchEngine(Engine):
         like = self.policy.lm_head.weight
         if not self.page:
             count = min(count, len(waiting))
-            columns = max(r.read for r in waiting) + max(r.limit for r in waiting)
+            columns = max(r.prefix_len for r in waiting) + max(r.limit for r in waiting)
             self.decoder.prepare(columns)
             cache = Rows(self.config, count, columns, count, 1, like)
             return Slots(cache, look=1)
@@ -693,7 +694,7 @@ class TorchEngine(Engine):
         fitting = max(1, int(room) // page_bytes)
         return min(wanted, fitting)
 
-    def _fill(self, slots, waiting, key):
+    def _fill(self, slots, waiting, seed):
         """Move waiting requests to free slots, as far as the cache has room. On a CPU, wait until all slots
         are free, because a prefill costs as much as a decoding step of the whole batch."""
         if slots.responses and not slots.is_paged:
@@ -706,7 +707,7 @@ class TorchEngine(Engine):
             new.append(waiting.popleft())
         if new:
             self._prefill(slots.cache)
-            slots.add(new, key)
+            slots.add(new, seed)
         elif not slots.responses and waiting:
             r = waiting[0]
             tokens = len(r.prompt) + r.limit
@@ -721,16 +722,18 @@ class TorchEngine(Engine):
         pack = []
         size = 0
         for r in cache.unread:
-            if size + r.read > longest:
+            if size + r.prefix_len > longest:
                 self._prefill_pack(cache, pack)
                 pack = []
                 size = 0
             pack.append(r)
-            size += r.read
+            size += r.prefix_len
         self._prefill_pack(cache, pack)
         cache.prefilled()
 
     def _prefill_pack(self, cache, pack):
+        """Compute the keys and values of the prompts in `pack`, a list of Response. Store them in the
+        cache. The last token of each prompt is left out, because a decoding step reads it."""
         tokens = []
         positions = []
         pages = []
@@ -738,14 +741,14 @@ class TorchEngine(Engine):
         longest = 0
         cu_seqlens = [0]
         for r in pack:
-            if r.read == 0:
+            if r.prefix_len == 0:
                 continue
-            tokens += r.prompt[: r.read]
-            positions += range(r.read)
+            tokens += r.prompt[: r.prefix_len]
+            positions += range(r.prefix_len)
             of_tokens = np.repeat(r.pages, cache.size)
-            pages += of_tokens[: r.read].tolist()
-            places += range(r.start, r.start + r.read)
-            longest = max(longest, r.read)
+            pages += of_tokens[: r.prefix_len].tolist()
+            places += range(r.start, r.start + r.prefix_len)
+            longest = max(longest, r.prefix_len)
             cu_seqlens.append(len(tokens))
         if not tokens:
             return
@@ -911,8 +914,8 @@ def sample_token(
     return token, logp[:, 0]
 
 
-def uniforms(key: tuple[int, ...], count: int) -> np.ndarray:
+def uniforms(seed: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
-    seed = np.random.SeedSequence(key)
-    bits = np.random.Philox(seed)
+    sequence = np.random.SeedSequence(seed)
+    bits = np.random.Philox(sequence)
     return np.random.Generator(bits).random(count)

@@ -111,7 +111,7 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.engine_core.abort_requests(list(self.running))
         self.running.clear()
 
-    def generate(self, requests, limits, temperature, key, version, top_p=1.0):
+    def generate(self, requests, limits, temperature, seed, version, top_p=1.0):
         """All ranks of an engine must give vLLM the same requests in the same order. So each rank queues the
         requests of all ranks of its engine, but yields only the responses to the rank's own `requests`."""
         self.check(version)
@@ -119,7 +119,7 @@ class VLLMEngine(Engine):
         queued = {}
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
-        self._enqueue(queued, temperature, key, top_p)
+        self._enqueue(queued, temperature, seed, top_p)
         while self.running and self.goes_on():
             with self.engine_errors(f"to sample with the weights of step {version}"):
                 ended = self._step()
@@ -127,7 +127,7 @@ class VLLMEngine(Engine):
                 if k in requests:
                     yield self.sample(k, requests[k], np.array(ids), np.array(logp), stopped)
 
-    def _enqueue(self, queued, temperature, key, top_p):
+    def _enqueue(self, queued, temperature, seed, top_p):
         """Queue requests, longest prompts first, and add their responses to `running`.
 
         queued: (prompt_id, sample_id) -> (prompt tokens, largest number of response tokens)"""
@@ -139,11 +139,12 @@ class VLLMEngine(Engine):
         prompts, params = [], []
         for k in order:
             tokens, limit = queued[k]
-            seed = int(np.random.SeedSequence((*key, *k)).generate_state(1, np.uint32)[0])
+            sequence = np.random.SeedSequence((*seed, *k))
+            (number,) = sequence.generate_state(1, np.uint32).tolist()
             prompts.append({"prompt_token_ids": list(tokens)})
             params.append(
                 SamplingParams(
-                    max_tokens=limit, seed=seed, stop_token_ids=sorted(self.eos), **common
+                    max_tokens=limit, seed=number, stop_token_ids=sorted(self.eos), **common
                 )
             )
         ids = self.llm.enqueue(prompts, params, use_tqdm=False)

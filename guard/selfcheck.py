@@ -107,9 +107,9 @@ def selfcheck(
     for when, scale, direction, causes in STAGES:
         requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
         limits = dict.fromkeys(requests, CHECK_TOKENS)
-        key = cfg.seed, CHECK
+        seed = cfg.seed, CHECK
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            samples = list(engine.generate(requests, limits, cfg.temperature, key, -1))
+            samples = list(engine.generate(requests, limits, cfg.temperature, seed, -1))
         logp = trainer_logp(samples, cfg.temperature).float().cpu().numpy()
         gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
         gap = float(gaps.mean())

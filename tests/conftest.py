@@ -92,10 +92,10 @@ def untied(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model") / "untied", tied=False)
 
 
-def responses(engine, prompts, n, temperature, max_tokens, key, version, top_p=1.0):
+def responses(engine, prompts, n, temperature, max_tokens, seed, version, top_p=1.0):
     """Yields `n` samples of each prompt. prompts: prompt_id -> token ids"""
     requests = {(i, j): ids for i, ids in prompts.items() for j in range(n)}
-    return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, key, version, top_p)
+    return engine.generate(requests, dict.fromkeys(requests, max_tokens), temperature, seed, version, top_p)
 
 
 def wait_until(true, seconds: float = 300.0, pause: float = 0.02) -> bool:

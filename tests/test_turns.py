@@ -265,9 +265,9 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     seen = []
 
     class Spy(TorchEngine):
-        def generate(self, requests, limits, temperature, key, version, top_p=1.0):
-            seen.extend((*key, *k) for k in requests)
-            return super().generate(requests, limits, temperature, key, version)
+        def generate(self, requests, limits, temperature, seed, version, top_p=1.0):
+            seen.extend((*seed, *k) for k in requests)
+            return super().generate(requests, limits, temperature, seed, version)
 
     engine, problems = setup(tiny, f"{env}:twice")
     engine.__class__ = Spy

@@ -29,7 +29,7 @@ from log import read_metrics
 # max_prompt_len is 200, so a prompt can fill a block of vLLM's prefix cache (128 tokens on a CPU).
 CFG = dataclasses.replace(PRESETS["tiny-ppo"], max_prompt_len=200, max_response_len=24, max_num_seqs=24,
                           stop=("</answer>",))
-OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, key=(0, 1, 0), version=3)  # for conftest.responses
+OPTIONS = dict(n=1, temperature=1.0, max_tokens=24, seed=(0, 1, 0), version=3)  # for conftest.responses
 TEXTS = ["12+34=", "7+8=<think>", "5", "99+1=<think>"]
 
 
@@ -162,13 +162,13 @@ def test_log_probs_do_not_depend_on_what_memory_held_before(engines, policy, pro
     check_logprobs(samples, policy, 1.0)
 
 
-def test_a_sample_is_a_function_of_its_key_and_its_numbers(engine, policy, prompts):
+def test_a_sample_is_a_function_of_the_seed_and_its_key(engine, policy, prompts):
     many = generate(engine, policy, prompts, n=4)
     again = generate(engine, policy, {k: prompts[k] for k in (3, 1)}, n=4)
     for k in again:
         assert many[k].ids.tolist() == again[k].ids.tolist()
     assert len({tuple(many[1, i].ids.tolist()) for i in range(4)}) > 1
-    other = generate(engine, policy, prompts, n=4, key=(0, 1, 1))
+    other = generate(engine, policy, prompts, n=4, seed=(0, 1, 1))
     assert any(many[k].ids.tolist() != other[k].ids.tolist() for k in many)
 
 
@@ -176,7 +176,7 @@ def test_each_prompt_may_have_a_limit_of_its_own(engine, policy, prompts):
     limits = {(i, j): 2 + 3 * i for i in prompts for j in range(2)}
     whole, requests = generate(engine, policy, prompts, n=2), {k: prompts[k[0]] for k in limits}
     with engine.awake(dist.full_weights(policy), version=3):
-        samples = engine.generate(requests, limits, 1.0, OPTIONS["key"], 3)
+        samples = engine.generate(requests, limits, 1.0, OPTIONS["seed"], 3)
         cut = {(s.prompt_id, s.sample_id): s for s in samples}
     assert len(cut) == len(whole) and any(len(s.ids) < len(whole[k].ids) for k, s in cut.items())
     for k, s in cut.items():
@@ -192,7 +192,7 @@ def test_a_signal_ends_sampling_although_no_response_ends(engine, policy, prompt
     limits = {first: 1, longest: 24}
     requests = {k: prompts[k[0]] for k in limits}
     with engine.awake(dist.full_weights(policy), version=3):
-        stream = engine.generate(requests, limits, 1.0, OPTIONS["key"], 3)
+        stream = engine.generate(requests, limits, 1.0, OPTIONS["seed"], 3)
         assert next(stream).key == first and len(whole[longest].ids) > 8
         monkeypatch.setattr(dist, "stop_signal", ["SIGTERM", 0.0])
         assert list(stream) == []
@@ -214,7 +214,7 @@ def test_trajectories_with_turns_have_the_trainers_logprobs(engine, policy, engi
     monkeypatch.setattr(engine, "cfg", cfg)
     problems = {i: data.Problem(t, tuple(engines[2](t).input_ids), "1") for i, t in enumerate(TEXTS)}
     prompts = {i: p.ids for i, p in problems.items()}
-    first = generate(engine, policy, prompts, n=2, key=(0, 1, 3))
+    first = generate(engine, policy, prompts, n=2, seed=(0, 1, 3))
     with rollout.make_grader(cfg) as grader, engine.awake(dist.full_weights(policy), version=3):
         samples, _ = rollout.rollout(engine, grader, problems, rollout.Sampling(2, 1.0, 24, (0, 1, 3), 3))
     assert max(s.turns for s in samples) > 1 and max(len(s.ids) for s in samples) <= 24
