@@ -4,7 +4,7 @@ A pack is the tokens of one forward pass: several samples end to end.
 
     problems    = load_problems(cfg.data, tokenizer, cfg)
     batch       = batch_at(problems, step, cfg)
-    minibatches = assign(lengths, work, prompts, ranks, cfg, step)
+    minibatches = assign(lengths, cost, prompts, ranks, cfg, step)
     packs       = [pack([samples[i] for i in indices]) for indices in minibatches[0][rank]]
 
 Unlike in Open-Reasoner-Zero, no sample is dropped or repeated to fill a batch."""
@@ -87,9 +87,9 @@ class Sample:
     parts: dict[str, float] = field(default_factory=dict)
     failed: tuple[str, ...] = ()  # names of the graders that raised an exception
     in_loss: bool = True
-    # (L,) bool, false at the environment's tokens; None: all true
+    # (L,) bool, false at the environment's tokens; None: all true. Read `is_sampled` instead.
     sampled: np.ndarray | None = None
-    # (L,) int32: the step whose weights sampled each token; None: `version`
+    # (L,) int32: the step whose weights sampled each token; None: `version`. Read `token_versions` instead.
     versions: np.ndarray | None = None
     turns: int = 1  # number of the policy's turns
     turn_start: int = 0  # index in `ids` of the last turn's start
@@ -242,6 +242,7 @@ def load_problems(
 
 
 def _problem(row, ids, path, number, index):
+    """Returns the Problem for a Row (grading/rows.py). number: of the row in the file `path`"""
     return Problem(
         row.text,
         tuple(ids),
@@ -261,7 +262,7 @@ def _new_rows(path, seen, cfg, keep_fields):
     rows = []
     repeated = 0
     for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
-        if row is None or row in seen:
+        if row is None or row in seen:  # None: a copy of an earlier row of this file
             repeated += 1
         else:
             rows.append((number, row))
@@ -457,6 +458,7 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
 
 def _as_jinja(value):
+    """Returns Jinja code for a text, a number or a dict."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -570,14 +572,14 @@ def group_by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def assign(
-    lengths: np.ndarray, work: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config, step: int
+    lengths: np.ndarray, cost: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config, step: int
 ) -> Layout:
     """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
     same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and all minibatches
     have equally many.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
-    work: cost of each sample, in any unit
+    cost: of each sample, such as its FLOP; only the ratios of costs matter
     prompts: prompt_id of each sample"""
     assert cfg.pack_len, "the plan (tools/plan.py, settle) replaces --pack_len 0"
     rng = np.random.default_rng([cfg.seed, MINIBATCH, step])
@@ -590,12 +592,12 @@ def assign(
         minibatches = [np.sort(order[part]) for part in parts]
     layout = []
     for samples in minibatches:
-        packs = _packs_of_ranks(samples, lengths, work, prompts, ranks, cfg.pack_len)
+        packs = _packs_of_ranks(samples, lengths, cost, prompts, ranks, cfg.pack_len)
         layout.append(packs)
     return layout
 
 
-def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
+def _packs_of_ranks(samples, lengths, cost, prompts, ranks, pack_len):
     """Returns the packs of one minibatch: result[rank][k] is the list of sample indices of the rank's k-th
     pack. All ranks have equally many packs.
 
@@ -603,16 +605,17 @@ def _packs_of_ranks(samples, lengths, work, prompts, ranks, pack_len):
     all ranks have similar costs. Short samples of one prompt stay together, because a pack computes their
     prompt only once."""
     total = int(lengths[samples].sum())
-    # A unit is a list of samples that stay together. Small units let packs be balanced.
+    # A unit is a list of samples that stay together. It has at most an eighth of a pack, because large units
+    # can't be balanced.
     unit_len = min(pack_len, total // ranks) // 8
     units = _neighbours(samples.tolist(), lengths, prompts, unit_len)
-    tokens = np.array([lengths[unit].sum() for unit in units])
-    cost = np.array([work[unit].sum() for unit in units])
-    packs = max(1, math.ceil(total / (pack_len * ranks)))
-    while (bins := partition(tokens, packs * ranks, pack_len, cost)) is None:
-        packs += 1
+    unit_tokens = np.array([lengths[unit].sum() for unit in units])
+    unit_cost = np.array([cost[unit].sum() for unit in units])
+    packs_per_rank = max(1, math.ceil(total / (pack_len * ranks)))
+    while (bins := partition(unit_tokens, packs_per_rank * ranks, pack_len, unit_cost)) is None:
+        packs_per_rank += 1
     # The ranks take the sorted packs in turn. So the k-th packs of all ranks have similar costs.
-    bins.sort(key=lambda b: -cost[b].sum())
+    bins.sort(key=lambda b: -unit_cost[b].sum())
     indices = []
     for b in bins:
         indices.append(sum((units[u] for u in b), []))

@@ -34,8 +34,8 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         "group_mean_whiten"     group_mean; train.py whitens it over the tokens of the step
         "group_mean_batch_std"  group_mean; train.py divides it by `batch_std` (ScaleRL)
         "group_mean_over_mean"  group_mean / mean of the group, for rewards from 0 (MaxRL, 2602.02710)
-        "group_each_std"        group_mean; train.decoupled_advantages takes its place (GDPO)
-    Raises ValueError for another kind."""
+    train.decoupled_advantages computes the advantage "group_each_std" (GDPO). Raises ValueError for another
+    kind."""
     n = rewards.shape[1]
     mean = rewards.mean(1, keepdim=True)
     centred = rewards - mean
@@ -45,19 +45,15 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred /= mean
     elif kind == "leave_one_out":
         centred *= n / (n - 1)
-    elif kind not in (
-        "group_mean",
-        "group_mean_whiten",
-        "group_mean_batch_std",
-        "group_each_std",
-    ):
+    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
         raise ValueError(f"unknown advantage {kind!r}")
     # Equal rewards get 0 here, because a rounding error of the mean could make their advantages nonzero.
-    return torch.where(keep_groups(rewards)[:, None], centred, 0)
+    return torch.where(not_uniform(rewards)[:, None], centred, 0)
 
 
-def keep_groups(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: true if the rewards (P, n) of a prompt are not all equal (DAPO, eq. 11)."""
+def not_uniform(rewards: Tensor) -> Tensor:
+    """Returns (P,) bool: false if a prompt is uniform, which means that its rewards, a row of (P, n), are all
+    equal (DAPO, eq. 11)."""
     return (rewards != rewards[:, :1]).any(1)
 
 

@@ -407,21 +407,23 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
     scores = scores.view(-1, n)  # (P, n): P prompts
     if cfg.advantage == "group_mean_over_mean":
         negative = "--advantage group_mean_over_mean with a negative score"
+        # All ranks raise the error, if any rank has such a score.
         dist.together(require, bool((scores >= 0).all()), negative, "rewards from 0")
-    advantages = grpo.group_advantages(scores, cfg.advantage)
     if cfg.advantage == "group_each_std":
         advantages = decoupled_advantages(samples, cfg)
+    else:
+        advantages = grpo.group_advantages(scores, cfg.advantage)
     advantages = advantages.flatten()
-    keep = torch.ones(len(samples), dtype=torch.bool)
+    kept = torch.ones(len(samples), dtype=torch.bool)
     if cfg.drop_uniform:
-        keep = grpo.keep_groups(scores).repeat_interleave(n)
+        kept = grpo.not_uniform(scores).repeat_interleave(n)
     if cfg.advantage in ("group_mean_batch_std", "group_each_std"):
-        kept = advantages[keep]
-        sums = torch.stack([keep.sum(), (kept * kept).sum()])
+        of_kept = advantages[kept]
+        sums = torch.stack([kept.sum(), (of_kept * of_kept).sum()])
         advantages /= grpo.batch_std(dist.all_sum(sums))
     changed = []
-    for s, advantage, kept in zip(samples, advantages.tolist(), keep.tolist(), strict=True):
-        changed.append(replace(s, advantage=advantage, in_loss=s.in_loss and kept))
+    for s, advantage, is_kept in zip(samples, advantages.tolist(), kept.tolist(), strict=True):
+        changed.append(replace(s, advantage=advantage, in_loss=s.in_loss and is_kept))
     return changed
 
 
@@ -457,8 +459,8 @@ def make_packs(
     prompts, _, lengths, trained = np.array(every).T
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
-    work = forward_flops(lengths, lengths**2)
-    layout = assign(lengths, work, prompts, world.size, cfg, step)
+    cost = forward_flops(lengths, lengths**2)
+    layout = assign(lengths, cost, prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, layout, prompts, trained)
     fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens

@@ -34,8 +34,8 @@ def told(start: str) -> str:
 # Each list below has the edits of one fork, a copy of the program: (file, old text, new text).
 # OPO (arXiv 2505.23585) is in section 1 of docs/forking.md.
 OPO = [("configs.py", '    "return_whiten",\n]\n', told('    "return_whiten"')),
-       ("train.py", "    advantages = grpo.group_advantages(scores, cfg.advantage)\n",
-        told("    if cfg.advantage == "))]
+       ("train.py", "    else:\n        advantages = grpo.group_advantages(",
+        told("    elif cfg.advantage == ") + "    else:\n        advantages = grpo.group_advantages(")]
 # Section 1, SAPO (arXiv 2511.20347).
 SAPO = [("configs.py", 'Ratio = Literal["token", "sequence", "clipped",',
          'Ratio = Literal["soft", "token", "sequence", "clipped",'),
