@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +176,18 @@ def nonstop(group: Sequence[Any], cfg: Config) -> list[float]:
     return [0.0 if s.stopped else -cfg.nonstop_penalty for s in group]
 
 
+def _of_texts(part, group, cfg):
+    """Returns part(text) for each sample of the group. part: a function of TEXT_PARTS"""
+    return [part(s.policy_text) for s in group]
+
+
 # Name of a reward part -> its function, which takes the samples of one prompt and the config, and returns an
 # extra reward for each sample. A run uses a part if --reward names it, or if its flag (BY_FLAG) is not 0.
 REWARD_PARTS = {
     "overlong": overlong,
     "nonstop": nonstop,
 }
-for _name, _part in TEXT_PARTS.items():
-    REWARD_PARTS[_name] = lambda group, cfg, part=_part: [part(s.policy_text) for s in group]
+REWARD_PARTS |= {name: partial(_of_texts, part) for name, part in TEXT_PARTS.items()}
 BY_FLAG = {"overlong": "overlong_buffer", "nonstop": "nonstop_penalty"}  # part -> its flag
 
 
@@ -277,7 +282,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
     values = {t: [] for t in terms}  # term -> its value for each response
     outcomes = Counter()
     rows = 0
-    with Grader(2, customs=[t.custom for t in terms if t.custom]) as grader:
+    with Grader(workers=2, customs=[t.custom for t in terms if t.custom]) as grader:
         for number, row in read_rows(responses):
             rows += 1
             with explained(
@@ -296,27 +301,34 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
                         extractor,
                         t.custom,
                         problem=row.get("problem"),
-                        row=row.get("row", row),
+                        row=row.get("row", row),  # a row of samples/ has the data row in `row`
                         sample=row,
                     )
             for t in terms:
                 if t.name in TEXT_PARTS:
                     values[t].append(TEXT_PARTS[t.name](text))
-        for (_, t), grade in grader.results().items():
+        for (_, t), grade in grader.results().items():  # all other terms are graders
             values[t].append(grade.reward)
             outcomes[f"{t.kind or t.name} {grade.reason}"] += 1
         grader.check()
     for what, count in sorted(outcomes.items()):
         print(f"{what:20}{count:8}")
-    total = 0.0
-    for t in terms:
-        of_term = math.fsum(values[t])
-        total += t.weight * of_term
-        mean = of_term / max(len(values[t]), 1)
-        print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
-    print(f"mean of the sum {total / max(rows, 1):.4f}")
+    _print_means(values, rows)
     for error in grader.errors.values():
         print(f"error: {error!a}")
+
+
+def _print_means(values, rows):
+    """Prints the mean of each term, and of the sum of all terms.
+
+    values: term -> its value for each response that it grades. rows: number of responses"""
+    total = 0.0
+    for t, of_term in values.items():
+        sum_of_term = math.fsum(of_term)
+        total += t.weight * sum_of_term
+        mean = sum_of_term / max(len(of_term), 1)
+        print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
+    print(f"mean of the sum {total / max(rows, 1):.4f}")
 
 
 if __name__ == "__main__":
