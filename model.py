@@ -51,8 +51,9 @@ if torch.cuda.is_available():  # CPU builds of torch have no Triton
 
 # --- families
 
-# The supported model types, and for each the settings that must be off because vLLM ignores them.
-# docs/models.md says why other model types are refused.
+# The supported model types -> names of the settings that must be off, because vLLM ignores them. The names
+# "untied head" and "gates" are no settings: `check_settings` computes them. docs/models.md says why other
+# model types are refused.
 FAMILIES = {
     "qwen2": ["use_sliding_window"],
     "qwen3": ["use_sliding_window", "attention_bias"],
@@ -291,7 +292,8 @@ def _varlen(query, key, value, segments, scaling, window):
 
 def _padded(query, key, value, segments, scaling, window):
     """Returns the attention output (S, H, d), computed block by block (see Segments)."""
-    # split: its backward pass is one concatenation, where each slice's would add to a tensor of zeros
+    # split, not slices: the backward pass of split is one concatenation. The backward pass of each slice
+    # would allocate a gradient of the full size, filled with zeros.
     sizes = [rows * columns for rows, columns in segments.blocks]
     parts = [x.split(sizes) for x in (query, key, value)]
     outs = []
@@ -458,8 +460,10 @@ class ChunkedLogProbs(torch.autograd.Function):
         g_weight = None  # for a frozen output layer (--lora)
         if ctx.needs_input_grad[1]:
             g_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # The last chunk comes first, because `forward` has kept its logits in ctx.last.
         for c in reversed(chunks(hidden, weight)):
-            z, ctx.last = ctx.last, None
+            z = ctx.last
+            ctx.last = None
             if z is None:
                 z = logits_fp32(hidden[c], weight)
             of_chunk = [x[c] for x in rows]
@@ -823,14 +827,19 @@ class Critic(PackModel):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     def forward(self, pack: Pack) -> Tensor:
-        """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false."""
-        at = pack.loss_tokens
-        hidden = self.hidden_before(pack, at)
-        # With --lora, the head is in fp32, and the hidden states may be in bf16.
-        hidden = hidden.to(self.score.weight.dtype)
-        value = self.score(hidden)[:, 0].float()
-        zero = value.new_zeros(len(pack.tokens))
-        return zero.index_put((at,), value)
+        return critic_values(self, self.score, pack)
+
+
+def critic_values(model: PackModel, head: nn.Linear, pack: Pack) -> Tensor:
+    """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false. head: computes
+    the value from a hidden state of `model`"""
+    at = pack.loss_tokens
+    hidden = model.hidden_before(pack, at)
+    # With --lora, the head is in fp32, and the hidden states may be in bf16.
+    hidden = hidden.to(head.weight.dtype)
+    value = head(hidden)[:, 0].float()
+    zero = value.new_zeros(len(pack.tokens))
+    return zero.index_put((at,), value)
 
 
 # --- adapters (--lora)
@@ -861,10 +870,11 @@ def freeze(
     """Turns a model without memory into a frozen base for adapters, with weights in `dtype`. Returns
     shard_fn(model). Raises UserError if the rank is above the smaller side of a matrix.
 
-    After this, base(function, *args) returns function(*args). FSDP gathers the base's weights only inside
-    such a call, so each role passes its forward function to the base (see Adapted)."""
-    # linears: such as "model/layers/0/mlp/up_proj" -> layer; nn.ModuleDict accepts no "." in a name
-    # vars: so that nn.Module does not register the layers once more
+    After this, base(function, *args) returns function(*args), because the forward method is operator.call.
+    FSDP gathers the base's weights only inside such a call, so each role passes its own forward function to
+    the base (see Adapted)."""
+    # linears: name such as "model/layers/0/mlp/up_proj" -> layer. Adapted uses them in an nn.ModuleDict,
+    # which accepts no "." in a name. vars: so that nn.Module does not register the layers once more.
     vars(model).update(rank=rank, alpha=alpha, linears={})
     for name, module in model.named_modules():
         if name.startswith("model.layers.") and isinstance(module, nn.Linear):
@@ -874,7 +884,7 @@ def freeze(
                 f"--lora {rank} is above {most}, the smaller side of {name}",
                 f"--lora {most} or less",
             )
-            module.__class__ = FrozenLinear
+            module.__class__ = FrozenLinear  # keeps the module, and so its place in the model
             module.scale = alpha / rank
             model.linears[name.replace(".", "/")] = module
     model.forward = operator.call
@@ -894,8 +904,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: PackModel, seed: int = 0, critic: bool = False) -> None:
         super().__init__()
-        # vars: so that the base does not become a submodule. `hidden_before` is for Critic.forward.
-        vars(self).update(base=base, config=base.config, hidden_before=base.hidden_before)
+        vars(self).update(base=base, config=base.config)  # vars: so that the base is no submodule
         random = torch.Generator().manual_seed(seed)
         self.adapters = nn.ModuleDict()
         for name, linear in base.linears.items():
@@ -918,8 +927,8 @@ class Adapted(nn.Module):
         adapters = dict(self.adapters.items())
         for name, linear in self.base.linears.items():
             vars(linear)["adapter"] = adapters.get(name)
-        if self.score:  # self, because the critic's head is not the base's
-            return self.base(Critic.forward, self, pack)
+        if self.score:
+            return self.base(critic_values, self.base, self.score, pack)
         return self.base(Policy.forward, self.base, pack, *temperature)
 
     @torch.no_grad()
