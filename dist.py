@@ -275,7 +275,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         slots = []
         for module in group.modules():
             if group is model and module in in_layers:
-                continue
+                continue  # the layer casts it
             for name, weight in module._parameters.items():
                 if weight is not None and name not in FP32:
                     slots.append((module._parameters, name))
@@ -291,7 +291,8 @@ def forward_in(
 ) -> Any:
     """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`.
 
-    slots: (a module's dict of parameters, name) of each weight. Two slots may have the same weight."""
+    slots: for each weight, a module's dict of parameters, and the weight's name there. Two slots have the
+        same weight if the output layer is tied to the embedding."""
     before = [parameters[name] for parameters, name in slots]
     weights = list(dict.fromkeys(before))
     copies = CastWeights.apply(dtype, *weights)
@@ -304,6 +305,7 @@ def forward_in(
 
 
 def put(slots: Sequence[tuple[dict, str]], weights: Sequence[Tensor]) -> None:
+    """Put weights[i] into slots[i], for every i. slots: see `forward_in`"""
     for (parameters, name), weight in zip(slots, weights, strict=True):
         parameters[name] = weight
 
@@ -329,7 +331,8 @@ def converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
     """Yields the packs of an update. The caller runs a forward and a backward pass on each pack before it
-    asks for the next pack. Every rank must have the same number of packs.
+    asks for the next pack. It must read to the end, because gradients are complete only there. Every rank
+    must have the same number of packs.
 
     With a 2-d mesh (see `mesh`), gradients are summed across the groups of ranks only in the last backward
     pass. This saves communication. The gradients of adapters (--lora) are summed only after the last pack."""
@@ -337,7 +340,7 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
         if isinstance(model, FSDPModule):
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
-    reshard_all(model.base)
+    reshard_all(model.base)  # the optimizer updates shards, and gathered weights take memory
     if model.base is not model:
         grads = [p.grad for p in model.parameters()]
         flat = nn.utils.parameters_to_vector(grads)
@@ -346,6 +349,7 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
 
 
 def reshard_all(model: nn.Module) -> None:
+    """Free the memory of all weights that FSDP has gathered."""
     before = set(model.parameters())
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -380,16 +384,18 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     groups = {"": model}
     for i, layer in enumerate(model.model.layers):
         groups[f"model.layers.{i}."] = layer
-    with on_device(model, None, device):
+    with on_device(model, None, device):  # None: the optimizer's state is not needed
         for prefix, group in groups.items():
-            parts = group.modules() if prefix else [group]
+            is_root = group is model  # the root has the parameters outside of the layers
+            parts = [model] if is_root else group.modules()
             parts = [part for part in parts if isinstance(part, FSDPModule)]
             for part in parts:
                 part.unshard()
             for name, param in group.named_parameters():
-                if prefix or not name.startswith("model.layers."):
-                    dtype = pushed_dtype(name, model.compute_dtype)
-                    yield prefix + name, param.detach().to(dtype)
+                if is_root and name.startswith("model.layers."):
+                    continue
+                dtype = pushed_dtype(name, model.compute_dtype)
+                yield prefix + name, param.detach().to(dtype)
             for part in parts:
                 part.reshard()
 
@@ -455,21 +461,22 @@ def whole(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move(model: nn.Module, optimizer: Optimizer | None, device: Device | None) -> None:
-    """Move a model and its optimizer's state from the host to `device`, without waiting for the copies; or
-    back to the host if `device` is None. Then pass optimizer=None only if the weights have not changed on the
-    device: nothing is copied, because the host tensors still have the values.
+    """Move a model and its optimizer's state from the host to `device`, without waiting for the copies. If
+    `device` is None, move them back to the host. A move back with optimizer=None copies nothing, because the
+    host tensors still have the values. So the weights must not have changed on the device.
 
     Each parameter, buffer and tensor of the optimizer has a home, a host tensor that is pinned (with CUDA).
     The model's attribute `homes` keeps the homes, because pinning is slow."""
     homes = vars(model).setdefault("homes", {})  # name -> host tensor
-    new = {}
+    new = {}  # tensor -> the tensor that replaces it
+    values_at_home = device is None and optimizer is None
     for name, x in (dict(model.named_buffers()) | tensors_of(model, optimizer)).items():
         if name not in homes:
             homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
         home = homes[name]
-        # On the host, x usually is its home. But a new tensor, or an uneven shard that FSDP has padded, has
-        # memory of its own.
-        if (device or optimizer) and local(x).data_ptr() != local(home).data_ptr():
+        # A tensor on the host usually shares memory with its home, so there is nothing to copy. It does not
+        # if it is new, or a shard that FSDP has padded.
+        if not values_at_home and local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x, non_blocking=True)
         new[x] = home.to(device, non_blocking=True, copy=True) if device else home
     if torch.cuda.is_available() and not device:
@@ -490,6 +497,7 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def _reader(folder):
+    """Returns DCP's reader of a folder. It reads only the files of `weight_files`."""
     reader = HuggingFaceStorageReader(folder)
     reader.fs.ls = lambda path: [str(file) for file in weight_files(path)]
     return reader
@@ -541,6 +549,7 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 
 def gather_all(items: Iterable[T]) -> list[T]:
+    """Returns one list with the items of all ranks, in rank order."""
     return [item for of_rank in gather(list(items)) for item in of_rank]
 
 
