@@ -21,8 +21,8 @@ Optional fields:
     dataset or data_source    name of a data set, for --reward and --extractor
 
 Wrong rows raise a UserError that names the file and up to MOST_ERRORS rows. A prompt has only the problem and
-its choices, so a row with another field that belongs to the question, such as `passage`, is refused. Fields
-that no prompt shows are named, except for those of known use (QUIET).
+its choices, so a row with another field that belongs to the question, such as `passage`, is refused. A
+warning names the other fields that no prompt shows, except those that QUIET lists.
 """
 
 import itertools

@@ -54,6 +54,7 @@ def preflight(
 
     Raises UserError if ranks differ in code, packages, settings or folder, or if the folder is in use or not
     writable."""
+    # The first argument is the verb of the message "not every rank runs what rank 0 runs".
     program = VERSIONS | {"config": short_hash(repr(cfg).encode())}
     check_same("runs", program, "the same code, packages and command line on every machine")
     dist.together(lambda: claim_folder(cfg, lock) if main else None)

@@ -100,9 +100,10 @@ def print_stacks(head: str) -> None:
 @contextlib.contextmanager
 def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1, SIGHUP (a closed terminal), SIGQUIT and ctrl-C request a
-    stop (dist.stop_requested). A SIGHUP or SIGQUIT that the caller ignores, as under nohup, does not. If the
-    body still runs `grace` seconds after the signal, the thread of `watch` ends the process with status 1. A
-    second ctrl-C ends the process at once, also with status 1."""
+    stop (dist.stop_requested). If this process ignores SIGHUP or SIGQUIT, as under nohup, that signal
+    requests nothing. If the body still runs `grace` seconds after the signal, the thread of `watch` ends
+    the process with status 1. A ctrl-C more than 2 seconds after the first signal to this process ends the
+    process at once, also with status 1."""
     CURRENT.grace = grace
     times = []  # of the signals to this process
 
@@ -123,7 +124,7 @@ def handle_signals(grace: float) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        CURRENT.runs += 1
+        CURRENT.runs += 1  # `share_stop` must not hear signals of this run in the next one
         stop_signal.clear()
 
 

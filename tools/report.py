@@ -117,8 +117,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
         label = label.replace("$", r"\$")  # matplotlib reads $…$ as a formula
         data[label] = list(map(read_metrics, group))
     alone = len(data) == 1
-    every = chain(*data.values())  # the rows of each run
-    rows = list(chain(*every))
+    rows_of_runs = chain(*data.values())
+    rows = list(chain(*rows_of_runs))
     panels = {}  # title and scale -> label of a line -> steps and values
     for title, pattern, scale in PANELS:
         # A recipe without a metric has an empty line, so that each recipe keeps its colour.
@@ -157,7 +157,7 @@ def _draw(axis, lines, scale):
     lines: label -> steps and values (see `_values`) of the runs whose mean the line shows"""
     dashes = cycle([".-", ".--", ".:"])
     for label, (steps, values) in lines.items():
-        mean = values.mean(0)
+        mean = values.mean(0)  # NaN, so no line, where a run has no value
         (line,) = axis.plot(steps, mean, next(dashes), label=label)
         axis.fill_between(
             steps,
@@ -459,9 +459,10 @@ def report_on(
             "the folder of a run that has logged a step (train.py's --out)",
         )
     if len(runs) == 1 and not out:
+        run = runs[0]
         with explained(f"can't write to {run}", "permission and space, or --out FILE", OSError):
             write_report(run)
-        show(story(*runs))
+        show(story(run))
         return
     to = out or Path("compare.png")
     if not metric:
