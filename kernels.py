@@ -95,6 +95,7 @@ def _logits_grad(
     V,
     BLOCK: tl.constexpr,
 ):
+    """One program computes BLOCK logits' gradients of one row. model.logits_grad has the formula."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < V
@@ -137,6 +138,7 @@ def _swiglu(
     width,
     BLOCK: tl.constexpr,
 ):
+    """One program computes BLOCK columns of one row of silu(gate) * up."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
@@ -159,6 +161,7 @@ def _swiglu_grad(
     width,
     BLOCK: tl.constexpr,
 ):
+    """One program computes the gradients of BLOCK columns of one row of gate and of up."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
@@ -235,11 +238,13 @@ def _pieces(
 
 
 @triton.jit
-def _first(cumulative, drawn, p, i):
-    """Returns the first of the places i whose cumulative sum exceeds `drawn`. A rounding error must not
-    choose a place with p = 0, nor none."""
-    last = tl.max(tl.where(p > 0, i, 0), 0)
-    return tl.min(tl.where((cumulative > drawn) & (p > 0), i, last), 0)
+def _first_above(threshold, mass, i):
+    """Returns the first of the places i where the cumulative sum of `mass` exceeds `threshold`. Never returns
+    a place without mass: if a rounding error makes the threshold too large, returns the last place with
+    mass."""
+    last = tl.max(tl.where(mass > 0, i, 0), 0)
+    above = (tl.cumsum(mass, 0) > threshold) & (mass > 0)
+    return tl.min(tl.where(above, i, last), 0)
 
 
 @triton.jit
@@ -255,7 +260,8 @@ def _draw(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """One program draws the token of one row: first its piece of the vocabulary, then its place there."""
+    """One program draws the token of one row: first its piece of the vocabulary, then its place there. A mass
+    is a probability times exp(logsumexp(z) - top)."""
     row = tl.program_id(0).to(tl.int64)
     z += row * V
     j = tl.arange(0, PIECES)
@@ -263,17 +269,18 @@ def _draw(
     m = tl.load(largest + at, mask=j < pieces, other=-float("inf"))
     s = tl.load(sums + at, mask=j < pieces, other=0.0)
     top = tl.max(m, 0)
-    p = (s * tl.exp(m - top)).to(tl.float64)
-    total = tl.sum(p, 0)
-    drawn = tl.load(u + row) * total
-    piece = _first(tl.cumsum(p, 0), drawn, p, j)
-    drawn -= tl.sum(tl.where(j < piece, p, 0.0), 0)
+    piece_mass = (s * tl.exp(m - top)).to(tl.float64)
+    total = tl.sum(piece_mass, 0)
+    threshold = tl.load(u + row) * total
+    piece = _first_above(threshold, piece_mass, j)
+    in_piece = threshold - tl.sum(tl.where(j < piece, piece_mass, 0.0), 0)
     i = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(z + i, mask=i < V, other=-float("inf"))
-    p = tl.exp(x - top).to(tl.float64)
-    chosen = _first(tl.cumsum(p, 0), drawn, p, i)
+    token_mass = tl.exp(x - top).to(tl.float64)
+    chosen = _first_above(in_piece, token_mass, i)
     tl.store(token + row, chosen.to(tl.int64))
     y = tl.load(z + chosen) - top
+    # z[chosen] - logsumexp(z)
     tl.store(logp + row, y - tl.log(total.to(tl.float32)))
 
 
@@ -354,6 +361,7 @@ def _rotate(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
+    """One program rotates all heads of one row of (n, count, 2 half)."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     j = tl.arange(0, HALF)[None, :]
