@@ -168,6 +168,7 @@ class Pages(Cache):
             del self.latest[r.prompt]
 
     def prefilled(self) -> None:
+        """Finish `admit`: fill the pages in `copies`."""
         super().prefilled()
         if not self.copies:
             return
@@ -181,12 +182,9 @@ class Pages(Cache):
         """Begin a decoding step. Returns the slots that the model computes, and the rows of the slots in its
         output: here all. position (slots,): positions of the new tokens."""
         self.used = (position + 1).int()
-        column = position // self.size
-        column = column[:, None]
-        page = self.table[:slots].gather(1, column)
-        page = page[:, 0].long()
-        place = position % self.size
-        self.at = (page, place)
+        column = (position // self.size)[:, None]
+        page = self.table[:slots].gather(1, column)[:, 0]
+        self.at = (page.long(), position % self.size)
         every = slice(None)
         return every, every
 
@@ -405,8 +403,7 @@ class FusedDecoder:
         self.gate_up = []
         if self.fused:
             for layer in policy.model.layers:
-                attention = layer.self_attn
-                qkv = join(attention, "q_proj", "k_proj", "v_proj")
+                qkv = join(layer.self_attn, "q_proj", "k_proj", "v_proj")
                 self.qkv.append(qkv)
                 gate_up = join(layer.mlp, "gate_proj", "up_proj")
                 self.gate_up.append(gate_up)
@@ -458,7 +455,13 @@ class FusedDecoder:
         heads = F.linear(x, *self.qkv[i])
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
         if self.in_kernel:
-            query = kernels.rotate_and_store(heads, cos, sin, cache.layers[i], *cache.at)
+            query = kernels.rotate_and_store(
+                heads,
+                cos,
+                sin,
+                cache.layers[i],
+                *cache.at,
+            )
             out = cache.read(i, query, attention.scaling)
             return attention.o_proj(out.flatten(1))
         qk = heads[:, :-kv]
@@ -618,8 +621,7 @@ class TorchEngine(Engine):
         waiting = deque()
         order = sorted(requests, key=lambda k: (-len(requests[k]), k))  # the longest first
         for k in order:
-            prompt = tuple(requests[k])
-            waiting.append(Response(k, prompt, limits[k]))
+            waiting.append(Response(k, tuple(requests[k]), limits[k]))
         # Whether a token may end a response. For most tokens it is false, which saves time.
         self.may_end = self.may_stop.copy()
         self.may_end[list(self.eos)] = True
@@ -656,7 +658,14 @@ class TorchEngine(Engine):
             count = min(count, len(waiting))
             columns = max(r.prefix_len for r in waiting) + max(r.limit for r in waiting)
             self.decoder.prepare(columns)
-            cache = Rows(self.config, count, columns, count, 1, like)
+            cache = Rows(
+                self.config,
+                count,
+                columns,
+                count,
+                1,
+                like,
+            )
             return Slots(cache, look=1)
         if self.slots is None:
             in_kernel = self.device.type == "cuda"
@@ -684,9 +693,7 @@ class TorchEngine(Engine):
         c = self.config
         of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer
         page_bytes = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token
-        weights = 0
-        for p in self.policy.parameters():
-            weights += p.nbytes
+        weights = sum(p.nbytes for p in self.policy.parameters())
         logits = 4 * self.cfg.max_num_seqs * c.vocab_size
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total
@@ -734,33 +741,27 @@ class TorchEngine(Engine):
     def _prefill_pack(self, cache, pack):
         """Compute the keys and values of the prompts in `pack`, a list of Response. Store them in the
         cache. The last token of each prompt is left out, because a decoding step reads it."""
+        lengths = [r.prefix_len for r in pack if r.prefix_len]
+        if not lengths:
+            return
         tokens = []
         positions = []
         pages = []
         places = []
-        longest = 0
-        cu_seqlens = [0]
         for r in pack:
-            if r.prefix_len == 0:
-                continue
             tokens += r.prompt[: r.prefix_len]
             positions += range(r.prefix_len)
             of_tokens = np.repeat(r.pages, cache.size)
             pages += of_tokens[: r.prefix_len].tolist()
             places += range(r.start, r.start + r.prefix_len)
-            longest = max(longest, r.prefix_len)
-            cu_seqlens.append(len(tokens))
-        if not tokens:
-            return
         values = np.array([tokens, positions, pages, places])
         token, position, page, place = to_device(values, self.device)
         cache.at = (page, place % cache.size)
-        cu_seqlens = np.array(cu_seqlens, np.int32)
-        cu_seqlens = to_device(cu_seqlens, self.device)
+        cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
         self.policy.hidden(
             token[None],
             position[None],
-            segments=Segments(cu_seqlens, longest),
+            segments=Segments(to_device(cu_seqlens, self.device), max(lengths)),
             cache=cache,
         )
 

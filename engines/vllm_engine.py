@@ -140,7 +140,7 @@ class VLLMEngine(Engine):
         for k in order:
             tokens, limit = queued[k]
             sequence = np.random.SeedSequence((*seed, *k))
-            (number,) = sequence.generate_state(1, np.uint32).tolist()
+            number = int(sequence.generate_state(1)[0])  # below 2^32
             prompts.append({"prompt_token_ids": list(tokens)})
             params.append(
                 SamplingParams(
