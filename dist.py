@@ -113,8 +113,10 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         os.environ |= alone
     for name in alone:
         value = os.environ.get(name, "")
-        is_valid = value if name == "MASTER_ADDR" else value.isdecimal() and int(value) < 2**16
-        require(bool(is_valid), f"RANK is set, but {name} is {value!r}", "unset RANK, or torchrun")
+        is_valid = value != ""
+        if name != "MASTER_ADDR":
+            is_valid = value.isdecimal() and int(value) < 2**16
+        require(is_valid, f"RANK is set, but {name} is {value!r}", "unset RANK, or torchrun")
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     require(rank < size, f"RANK is {rank}, and WORLD_SIZE {size}", "unset RANK, or torchrun")
@@ -366,7 +368,8 @@ def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts a model's parameters to `dtype`, those of FP32 to fp32. Returns the model."""
+    """Converts a model's parameters to `dtype`, but parameters with a name in FP32 to fp32. Returns the
+    model."""
     for name, param in model.named_parameters():
         param.data = param.data.to(pushed_dtype(name, dtype))
     return model
@@ -585,10 +588,11 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
         outgoing[rank].append(item)
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
     sent = []
+    sizes = []
     for box in outgoing:
         pickled = bytearray(pickle.dumps(box))
         sent.append(torch.frombuffer(pickled, dtype=torch.uint8))
-    sizes = [len(x) for x in sent]
+        sizes.append(len(pickled))
     incoming = torch.empty(len(sizes), dtype=torch.int64)
     td.all_to_all_single(incoming, torch.tensor(sizes))
     incoming = incoming.tolist()
@@ -685,7 +689,11 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
         file = log.out / f"profile_{step:06d}.json"
         profiler.export_chrome_trace(f"{file}")
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=10)
+        averages = profiler.key_averages()
+        table = averages.table(
+            sort_by=f"self_{device}_time_total",
+            row_limit=10,
+        )
         log.say(f"{table}\ntrace of step {step}: {file}")
 
 

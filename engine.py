@@ -272,7 +272,7 @@ class Engine(abc.ABC):
 
 
 def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
-    """Returns the ids of all EOS tokens: those of the tokenizer, the model config and the generation config,
+    """Returns the ids of all EOS tokens: of the tokenizer, the model config and the generation config,
     which may name different tokens. Ids from the vocabulary's size on are left out, because the model can't
     sample them."""
     generation = read_json(Path(path) / "generation_config.json")

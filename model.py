@@ -268,6 +268,7 @@ def _varlen_attn():
 
 
 def _varlen(query, key, value, segments, scaling, window):
+    """Returns the attention output (S, H, d), computed by one kernel for all segments (see Segments)."""
     varlen_attn, known = _varlen_attn()
     # (number of tokens before, number after); -1: no limit
     limits = (window - 1 if window else -1), 0
@@ -698,8 +699,8 @@ def rotary_attention(
     position_embeddings: tuple[Tensor, Tensor],
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' forward method, but one kernel rotates all heads of the queries and one those of the
-    keys, where transformers launches five for each."""
+    """Returns what transformers' forward method returns. One kernel rotates all heads of the queries, and
+    one kernel all heads of the keys. transformers launches five kernels for each."""
     *tokens, _ = hidden_states.shape
     heads = []
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -933,8 +934,8 @@ class Adapted(nn.Module):
 
     @torch.no_grad()
     def merge(self, weights: Weights) -> Weights:
-        """Yields the role's weights (name, whole tensor): those of the base, but W + scale B A in place of W,
-        computed in fp32 and rounded once."""
+        """Yields the role's weights (name, whole tensor): the base's, with W + scale B A in place of each W
+        that has an adapter. This sum is computed in fp32, and rounded once."""
         for name, weight in weights:
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
@@ -969,6 +970,7 @@ def resolve(name: str) -> str:
 
 
 def _download(name):
+    """Downloads a model of the Hub into the local cache, unless the cache has all of its files."""
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of each machine downloads
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have the model

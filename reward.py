@@ -48,7 +48,8 @@ class Term:
         return bool(self.kind or self.custom)
 
 
-# DATASET@, NAME or FILE.py:FUNCTION, =WEIGHT. In /… and ./…, an @ belongs to the path, and in …/… an =, too.
+# DATASET@, NAME or FILE.py:FUNCTION, =WEIGHT. In /… and ./…, an @ belongs to
+# the path. In …/…, an = belongs to the path.
 TERM = re.compile(r"(?:([^/.@][^@]*)@)?(.*?)(?:=([^/:=]*))?")
 
 
@@ -75,6 +76,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 
 def _term(spec, parts):
+    """Returns the Term for one word of --reward. Its arguments and errors: see `parse_terms`"""
     dataset, full, number = TERM.fullmatch(spec).groups(default="")
     try:
         weight = float(number or 1)

@@ -498,6 +498,7 @@ def _decoded(row, where):
 
 
 def _arrow_rows(file):
+    """Yields (number, row) of a .parquet or .arrow file."""
     import pyarrow.parquet
 
     with explained(f"{file} can't be read", READABLE):
@@ -514,6 +515,7 @@ def _arrow_rows(file):
 
 
 def _line_rows(file):
+    """Yields (number, line as bytes) of a file with one row of JSON a line. Skips empty lines."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             line = line.removeprefix(BOM) if number == 1 else line

@@ -67,7 +67,7 @@ def facts_of(
     grader: Grader,
     terms: Sequence[Term],
 ) -> tuple[Facts, Facts]:
-    """Returns the facts `read` and `noted` of a run. terms: those of --reward"""
+    """Returns the facts `read` and `noted` of a run. terms: of --reward"""
     content = {
         "problems (--data, --template, --reward)": fingerprint(problems),
         "chat template": template_hash(tokenizer, cfg.template),

@@ -849,7 +849,7 @@ def host_need(case: Case) -> dict[str, float]:
         "rank's libraries": LIBRARIES if case.gpu else LIBRARIES / 10,
     }
     of_rank = sum(rank.values())
-    if not case.gpu:  # then models and engine are in host memory, too
+    if not case.gpu:  # then the models and the engine are in host memory
         _, usage = fullest(case)
         of_rank += usage["total"]
     return rank | {"machine": case.local * of_rank}
@@ -1053,7 +1053,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     steps = tokens / batch
     kind = cfg.engine_kind(True)
     of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
-    most_steps = max(steps, cfg.max_response_len)  # the longest response alone needs so many
+    most_steps = max(steps, cfg.max_response_len)  # the longest response takes this many
     host = most_steps * of_step + tokens * of_response
     longest = cfg.max_response_len * case.engine_weights / speed
     return max(steps * device, longest, host)
@@ -1264,6 +1264,8 @@ def plan_of(case: Case) -> Plan:
 
 
 def _times(case, steps):
+    """Returns a dict: length of the responses -> phase -> estimated seconds. Each phase is of one step. The
+    dicts also have the hours of 1,000 steps and of the whole run."""
     times = {
         "quarter length": seconds(case, *_quarter(case.cfg)),
         "full length": seconds(case, *case.longest),
@@ -1276,6 +1278,7 @@ def _times(case, steps):
 
 
 def _network_rows(case):
+    """Returns the section of the plan about the network: what a rank sends, and how fast."""
     sends = sent_in_step(case)
     of_rank = case.between / case.local  # bytes/s, if all ranks of a node send at the same time
     return {
@@ -1295,6 +1298,7 @@ def _in_gib(sizes):
 
 
 def _model_rows(case, name, steps):
+    """Returns the rows of one model in the section "models" of the plan. steps: of the run"""
     cfg = case.cfg
     updates = getattr(cfg, f"{name}_updates")
     if name == "policy":
