@@ -45,7 +45,11 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
         centred /= mean
     elif kind == "leave_one_out":
         centred *= n / (n - 1)
-    elif kind not in ("group_mean", "group_mean_whiten", "group_mean_batch_std"):
+    elif kind not in (
+        "group_mean",
+        "group_mean_whiten",
+        "group_mean_batch_std",
+    ):
         raise ValueError(f"unknown advantage {kind!r}")
     # Equal rewards get 0 here, because a rounding error of the mean could make their advantages nonzero.
     return torch.where(not_uniform(rewards)[:, None], centred, 0)

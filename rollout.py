@@ -208,9 +208,13 @@ class Trajectories:
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
             problem = self.problems[s.prompt_id]
-            texts = s.turn_texts[::2]
-            shown = dict(problem=problem.text, row=problem.row_values)
-            self.grader.ask(s.key, texts, seed=self._seed(s), **shown)
+            self.grader.ask(
+                s.key,
+                s.turn_texts[::2],
+                seed=self._seed(s),
+                problem=problem.text,
+                row=problem.row_values,
+            )
         else:
             self._complete(s)
         return True

@@ -653,9 +653,8 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    mismatch = (cfg.mismatch, *cfg.mismatch_bounds)
     importance, cut = grpo.mismatch_weight(
-        old, p.engine_logp, p.mask, segment, *mismatch, logp, p.advantages
+        old, p.engine_logp, p.mask, segment, cfg.mismatch, *cfg.mismatch_bounds, logp, p.advantages
     )
     correction = 1.0 if cfg.mismatch == "none" else importance
     weights = p.mask / tokens  # PPO: the mean over tokens
