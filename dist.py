@@ -274,42 +274,38 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     layers = model.model.layers
     in_layers = set(layers.modules())
     for group in (*layers, model):
-        slots = []
+        places = []
         for module in group.modules():
             if group is model and module in in_layers:
                 continue  # the layer casts it
             for name, weight in module._parameters.items():
                 if weight is not None and name not in FP32:
-                    slots.append((module._parameters, name))
-        group.forward = partial(forward_in, dtype, slots, group.forward)
+                    places.append((module, name))
+        group.forward = partial(forward_in, dtype, places, group.forward)
 
 
 def forward_in(
     dtype: torch.dtype,
-    slots: Sequence[tuple[dict, str]],
+    places: Sequence[tuple[nn.Module, str]],
     forward: Callable,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`.
+    """Returns forward(*args, **kwargs), computed with copies of the weights in `dtype`. During the call, each
+    copy is an attribute of its module, which hides the parameter of the same name.
 
-    slots: for each weight, a module's dict of parameters, and the weight's name there. Two slots have the
-        same weight if the output layer is tied to the embedding."""
-    before = [parameters[name] for parameters, name in slots]
-    weights = list(dict.fromkeys(before))
-    copies = CastWeights.apply(dtype, *weights)
-    copy_of = dict(zip(weights, copies, strict=True))
-    put(slots, [copy_of[weight] for weight in before])
+    places: module and name of each weight. Output layer and embedding may have the same weight."""
+    weights = [module._parameters[name] for module, name in places]
+    once = list(dict.fromkeys(weights))
+    copies = CastWeights.apply(dtype, *once)
+    copy_of = dict(zip(once, copies, strict=True))
+    for (module, name), weight in zip(places, weights, strict=True):
+        vars(module)[name] = copy_of[weight]
     try:
         return forward(*args, **kwargs)
     finally:
-        put(slots, before)
-
-
-def put(slots: Sequence[tuple[dict, str]], weights: Sequence[Tensor]) -> None:
-    """Put weights[i] into slots[i], for every i. slots: see `forward_in`"""
-    for (parameters, name), weight in zip(slots, weights, strict=True):
-        parameters[name] = weight
+        for module, name in places:
+            del vars(module)[name]
 
 
 class CastWeights(torch.autograd.Function):
