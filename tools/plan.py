@@ -1136,34 +1136,14 @@ def shortage(case: Case) -> str:
 
 
 def remedy(case: Case) -> str:
-    """Returns flags that make the case fit, as text. If no flags help, returns the advice to use a smaller
-    model or other devices. No flag changes the algorithm, and the flags in `free` cost only speed.
-
-    Tries single flags, then all flags in `free` together, then all flags in `free` with one more flag. If
-    nothing fits, tries 2, 4, 8, … times as many ranks, without flags and with the same flags."""
+    """Returns flags that make the case fit, as text: the first of `_changes` that fits. If none fits, tries
+    all of them with 2, 4, 8, … times as many ranks. If none fits then, returns the advice to use a smaller
+    model or other devices."""
     cfg = case.cfg
     node = case.local
     if case.gpu and case.world <= node:  # one machine is assumed to have at least NODE GPUs
         node = max(node, NODE)
-    free = {
-        "recompute": "auto",
-        "offload": "on",
-        "pack_len": cfg.model_len,
-        "shard_ranks": "auto",
-    }
-    single = [*free.items()]
-    shares = [share / 20 for share in range(4, 20)]
-    shares.sort(key=lambda share: abs(share - cfg.engine_share))
-    single += product(["engine_share"], shares)
-    for size in (2, 4, 8):
-        if case.engine_sleeps and case.world % size == 0:
-            single.append(("tp", size))
-    single += product(["max_num_seqs"], (256, 64, 16, 8))
-    changes = [{}]
-    for others in ({}, free):
-        for flag, value in single:
-            changes.append(others | {flag: value})
-    for doublings, change in product(range(11), changes):
+    for doublings, change in product(range(11), _changes(case)):
         ranks = case.world * 2**doublings
         local = min(ranks, node)
         other = replace(cfg, **change)
@@ -1177,6 +1157,31 @@ def remedy(case: Case) -> str:
                 words.append(f"--{name} {value}")
         return " ".join(words).rstrip(",")
     return "a smaller --model, or devices with more memory"
+
+
+def _changes(case):
+    """Returns the changes that `remedy` tries, in order. A change is a dict: flag -> value. No flag changes
+    the algorithm, and the flags in `free` cost only speed. The order is: no flag, single flags, all flags in
+    `free`, and all flags in `free` with another flag."""
+    free = {
+        "recompute": "auto",
+        "offload": "on",
+        "pack_len": case.cfg.model_len,
+        "shard_ranks": "auto",
+    }
+    single = [*free.items()]
+    shares = [share / 20 for share in range(4, 20)]
+    shares.sort(key=lambda share: abs(share - case.cfg.engine_share))
+    single += product(["engine_share"], shares)
+    for size in (2, 4, 8):
+        if case.engine_sleeps and case.world % size == 0:
+            single.append(("tp", size))
+    single += product(["max_num_seqs"], (256, 64, 16, 8))
+    changes = [{}]
+    for others in ({}, free):
+        for flag, value in single:
+            changes.append(others | {flag: value})
+    return changes
 
 
 def verdict(case: Case) -> str:
