@@ -590,11 +590,10 @@ def assign(
         order = rng.permutation(len(lengths))
         parts = partition(lengths[order], cfg.minibatches)
         minibatches = [np.sort(order[part]) for part in parts]
-    layout = []
-    for samples in minibatches:
-        packs = _packs_of_ranks(samples, lengths, cost, prompts, ranks, cfg.pack_len)
-        layout.append(packs)
-    return layout
+    return [
+        _packs_of_ranks(samples, lengths, cost, prompts, ranks, cfg.pack_len)
+        for samples in minibatches
+    ]
 
 
 def _packs_of_ranks(samples, lengths, cost, prompts, ranks, pack_len):

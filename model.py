@@ -295,13 +295,13 @@ def _padded(query, key, value, segments, scaling, window):
     """Returns the attention output (S, H, d), computed block by block (see Segments)."""
     # split, not slices: the backward pass of split is one concatenation. The backward pass of each slice
     # would allocate a gradient of the full size, filled with zeros.
-    sizes = [rows * columns for rows, columns in segments.blocks]
+    sizes = [math.prod(block) for block in segments.blocks]
     parts = [x.split(sizes) for x in (query, key, value)]
     outs = []
     for block, *qkv in zip(segments.blocks, *parts, strict=True):
-        rows, columns = block
-        qkv = [x.unflatten(0, block).transpose(1, 2) for x in qkv]
-        q, k, v = qkv  # (rows, heads, columns, d)
+        _, columns = block
+        # (rows, heads, columns, d)
+        q, k, v = [x.unflatten(0, block).transpose(1, 2) for x in qkv]
         # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
         # torch's fp32 attention would store all attention scores.
         if q.is_cuda:
@@ -446,8 +446,7 @@ class ChunkedLogProbs(torch.autograd.Function):
         for c in chunks(hidden, weight):
             del z  # frees its memory before the next chunk needs memory
             z = logits_fp32(hidden[c], weight)
-            of_chunk = log_probs(z, targets[c], scale)
-            logp[c], entropy[c], lse[c] = of_chunk
+            logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
         ctx.save_for_backward(hidden, weight, targets, entropy, lse)
         ctx.scale = scale
         ctx.last = z  # backward begins with this last chunk
