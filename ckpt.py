@@ -556,7 +556,7 @@ def named(name: str) -> Path:
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
     of the checkpoint is damaged, or if the checkpoint has the name of another step."""
-    share = ()
+    share = ()  # of the files that this rank checks; (): all files
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
     bad = max(dist.gather(damaged(folder, *share)))  # "" only if no rank has found a damaged file

@@ -968,13 +968,19 @@ def tyro_errors(command: str) -> Iterator[None]:
     except SystemExit as e:
         if not e.code:  # --help
             raise
-        # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help.
+        # tyro prints a box. Lines of dashes separate its title, the error, sometimes hints, and more help:
+        #     ╭─ Value error ───────────────────────────────────────────────────────╮
+        #     │ Error parsing --steps: invalid literal for int() with base 10: 'x'  │
+        #     │ ─────────────────────────────────────────────────────────────────── │
+        #     │ For full helptext, see train.py tiny-ppo --help                     │
+        #     ╰─────────────────────────────────────────────────────────────────────╯
         box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
         found, _, needed = parts[1].strip(".").partition(". Expected ")
-        foreign = re.search(r"options: ([\w.]+)=", found)
+        foreign = re.search(r"options: ([\w.]+)=", found)  # Unrecognized options: micro_batch=3
         if foreign:
             found += hint(foreign[1], ())
+        # As in the box above, or "… could not convert string to float: 'x'"
         number = re.search(r"(--\w+):.* (int|float)\b.*(\'.*\')", found)
         if number:
             found = f"{number[1]} is {number[3]}"

@@ -381,12 +381,12 @@ def save_samples(
     """Write samples to samples/step_NNNNNN.jsonl. `--save_samples some` writes the first SAVED_PROMPTS
     prompts of a step, every --eval_every steps (every 10 steps if --eval_every is 0)."""
     cfg = run.cfg
-    every = cfg.save_samples == "all"
-    if not every and step % (cfg.eval_every or 10):
+    save_all = cfg.save_samples == "all"
+    if not save_all and step % (cfg.eval_every or 10):
         return
     rows = []
     for s in samples:
-        if every or s.prompt_id < SAVED_PROMPTS:
+        if save_all or s.prompt_id < SAVED_PROMPTS:
             row = sample_row(s, batch[s.prompt_id], cfg.save_logps)
             if cfg.compares_samples:
                 row["advantage"] = s.advantage

@@ -382,8 +382,6 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
         future.add_done_callback(partial(done, numbered))
 
     def done(numbered, future):
-        """Send the outcomes of the requests that a worker has graded. Schedule the other requests again,
-        one by one."""
         try:
             outcomes = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
