@@ -273,7 +273,7 @@ def test_later_turns_have_their_own_randomness(tiny, env):
     engine.__class__ = Spy
     weights = model.files_weights(tiny, torch.device("cpu"), torch.float32)
     with rollout.make_grader(engine.cfg) as grader, engine.awake(weights, version=0):
-        for round in ((), (2,), (3,), (4,)):  # what each round of --resample_rounds adds to the random key
+        for round in ((), (2,), (3,), (4,)):  # what each round of --resample_rounds adds to the seed
             sampling = rollout.Sampling(3, 1.0, 60, (0, rollout.TRAIN, 0, *round), 0)
             rollout.rollout(engine, grader, problems, sampling)
     assert len(seen) > 60 and len(set(seen)) == len(seen)
