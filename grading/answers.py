@@ -31,7 +31,7 @@ What counts as equal:
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`. Several
   letters from A to H are one text: `B, D` equals `BD`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
-  `\{2,2,3\}` equals `\{2,3\}`.
+  `\{2,2,3\}` equals `\{2,3\}`. A column vector equals the tuple of its numbers.
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
   inequalities all mean the union. But `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
@@ -41,7 +41,7 @@ What counts as equal:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
 - In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
-- After `\approx`, an answer that is no integer may add a number that is right within one percent:
+- After `\approx`, an answer that is no integer may add one number that is right within one percent:
   `\frac56\approx0.83`. A gold answer with a decimal point may equal this number: `\frac56\approx0.83` also
   equals 0.83.
 """
@@ -76,15 +76,15 @@ STYLED = {
     "[₀-₉]+": r"_{\g<0>}",
     "[¼½¾⅐-⅞]": r" \g<0>",
     "[①-⑳]": r"\\textcircled{\g<0>}",
-    "ℝ": r"\\mathbb{R}",
-    "[\u00ad\u200b-\u200f\u2060\ufeff]": "",  # invisible
+    "[ℝℤℕℚℂ]": r"\\mathbb{\g<0>}",
+    "[“”\u00ad\u200b-\u200f\u2060\ufe0f\ufeff]": "",  # invisible
 }
 CHARACTERS = _table(
     r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
-    r"σ \sigma φ \phi ω \omega",
-    r"€ \text{euros} £ \text{pounds} ¢ \text{cents} ¥ \text{yuan}",
+    r"σ \sigma φ \phi ω \omega ∶ : ∠ \angle △ \triangle ⌊ \lfloor ⌋ \rfloor",
+    r"€ \text{euros} £ \text{pounds} ¢ \text{cents} ₹ \text{Rs} ¥ \text{yuan}",
 )
 CHARACTERS = str.maketrans(CHARACTERS | {'"': "", "\0": "", "~": " "})
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
@@ -236,6 +236,10 @@ SPELLINGS = _table(
     r"\neq \ne \bar \overline \dot \overline \degree ^\circ \varnothing \emptyset",
     r"\backslash \setminus \bigcup \cup \varphi \phi \over \infix_frac \mod \pmod",
     r"\choose \infix_binom \bmod \pmod mod \pmod \lg \log_{10} \dots \ldots",
+    r"... \ldots \simeq \approx \doteq \approx approximately \approx approx \approx",
+    r'\nicefrac \frac \sfrac \frac \varepsilon \epsilon \surd \sqrt \forall "for"',
+    r'\imath i \jmath j \pounds "pounds" cosec \csc',
+    r"oo \infty inf \infty ou ; oder ; und ,",
     r"\cdots \ldots percent \% percents \% infinity \infty tg \tan ctg \cot",
     r"процент \% процента \% процентов \%",
     r'arctg \arctan \Omega "ohms" to "to" or ; and , 和 , 且 , и , 或 ; или ;',
@@ -249,7 +253,8 @@ TOKENS = (
     r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:(?:\^|\\text)\{[^{}]*\}[^{}]*)?)\}",
-    r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\\?%|\\[,;:! ]|\\[A-Za-z]+ ?",
+    r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\.\.\.|\\?%|\\[,;:! ]",
+    r"\\[A-Za-z]+ ?",
     r"(?P<word>(?![njvw]\b|\w ?[-+(]|\w [a-z]\b|[A-Za-z]*[a-z][A-Z]"
     r"|(?:mg|[ghlms]) ?\\(?:sin|cos|tan|ln|log|sqrt|frac|pi|[a-z]*ta|alpha)"  # mg\sin\theta
     r"(?![a-z]))[A-Za-zÀ-ɏ]+",
@@ -295,7 +300,7 @@ def _system(match):
 STYLES = (
     "displaystyle|textstyle|boldsymbol|bm|mathit|mathbf|mathrm|mathsf|text|textbf"
     "|textrm|textit|mbox|rm|bf|it|limits|hat|vec|overrightarrow|checkmark"
-    "|large|Large|underline|therefore"
+    "|large|Large|underline|therefore|huge|hfill|blacksquare|mathord|mathop"
 )
 # An introduction with one of these words does not give the answer: `its opposite is 7`.
 CONTRARY = (
@@ -304,24 +309,26 @@ CONTRARY = (
     "except divisible exceeds up outside beyond reflection",
 )
 CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
-IS = r"(?i:is|are|equals)\b"
-SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real)\b"
+IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes)|[^\W不]*[为是])\b"
+SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real|positive|natural)\b"
 FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
 NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
+EMPTY = r"\\emptyset "
 # Pattern -> replacement: the rules that `normalise` applies, in this order, after it has replaced the matches
 # of TOKEN.
 TIDY = {
     rf"(\\\\)|\\(?:!\s*|(?:{STYLES})(?![A-Za-z]) ?)": r"\1",
     r"(\\\\)|\\(?:q?quad(?![a-z])|[ ,;:]) ?": r"\1 ",
     # Words that say nothing; the others mean "choose" and "answer"
-    '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选项?|答案[是为]?|ответ)",?': "",
+    '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选[项择]?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
     r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
     # (1) x=2 (2) y=3
     r"^\(?[1Ii]\) +(.{1,300}?)[;,.]? ?\(?(?:2|II|ii)\) *(?=[^ )+*/^])": r"\1; ",
+    r'^\(?"?a"?\) ?(.{1,300}?)[;,.]? ?\(?"?b"?\) *(?=[^ )+*/^])': r"a=\1; b=",  # (a) 5 (b) 7
     r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$": r'\1"dollars"',
     r'"per" ?"cent"|"per cent"': r"\\%",
     r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
@@ -337,7 +344,7 @@ TIDY = {
     r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"': r"\1\\frac{\2\\pi}{180}",
     r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?': r'"deg\1"',
     r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)': r'\2 "choices \1"',  # (B) 15
-    r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"': r"\\emptyset ",
+    r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"': EMPTY,
     r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?": r"\\\1{matrix}",
     r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"': r"\\mathbb{R}",
     r"\\mathbb ?([A-Z])": r"\\mathbb{\1}",
@@ -347,9 +354,9 @@ TIDY = {
     r"((?<![\d.])-?0)\{,\}(?=\d)|(\d)\{,\}(?=\d\d?(?!\d))": r"\1\2.",  # decimal commas
     r"(\d)\{,\}(?=\d{3})": r"\1",
     r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})": _digits,
-    r"(?<![\d.,(\[{])\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])": _digits,
+    r"(?<![\d.,(\[{])(?!0)\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])": _digits,
     r"\s+": " ",
-    r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)": _digits,
+    r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])": _digits,
     r'" ?"': " ",
     r" ?([-+*/=<>,;:^_(){}\[\]|]) ?": r"\1",
     r" (?=\\)": "",
@@ -361,13 +368,19 @@ TIDY = {
     r'(?<=")/(h|s|g|kg|m|cm|min|[Ll])(?![A-Za-z])': r'/"\1"',  # 5 "m"/s
     r'\\frac\{("\w+")\}\{("\w+")\}': r"\1/\2",
     r"(\\m(?:ax|in))\\\{([^{}]*)\\\}": r"\1(\2)",
-    r'^"?DNE"?$': '"does not exist"',
-    r'(?i)^"(yes|no)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$': r'"\1"',
+    r'(?i)^"?(?:DNE|(?:the limit )?does(?: not|n.t) exist)"?$': '"does not exist"',
+    r'(?i)^"(?:there (?:is|are) )?no(?: real)? (?:solution|root)s?(?: exists?)?"\W*$': EMPTY,
+    r'(?i)^"none"$': EMPTY,
+    r'(?i)^"(?:minus|negative)" ?(?=[\d\\])': "-",
+    r'"degrees"(?= ?[-+*a-z])': "",  # 30 "degrees"+180 "degrees"n
+    r'(?<=[)\]]) ?"?U"? ?(?=[(\[])': r"\\cup ",
+    r"^(-?\d+)/(\d+) (?=[a-z\\])": r"\\frac{\1}{\2}",  # 1/2 x
+    r'(?i)^"(yes|no|да|нет)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$': r'"\1"',
     r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
-    r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),(?:\\ldots|\.\.\.) ?,(-?\d{1,9})(?![\d.])": _progression,
-    r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$': _choices,
+    r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),\\ldots ?,(-?\d{1,9})(?![\d.])": _progression,
     r"\|([A-Z]{2})\|(?==)": r"\1",
     r"[,;]+([,;])": r"\1",
+    r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$': _choices,
     r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))": r"\\\1{\2}",
     r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))": r"\1{\2}",
     r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))": r"\1{\2}",
@@ -384,14 +397,16 @@ TIDY = {
     r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
     r"^([A-Z])(?=\([^()]*,[^()]*\)$)": r"\1=",  # the point A(1,2)
     # {x | x>2} and {(x,y) | x+y=1}
-    r"^\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:](.+)\\\}$": r"\1",
+    r"\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:]((?:(?!\\\}).)+)\\\}": r" \1",
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
-    r'("[A-Z][a-z]+"):(?=\d)': r"\1=",  # Bob: 5
+    r'^("[A-Z][a-z]+"):([^,;:]+)[,;]("[A-Z][a-z]+"):': r"\1=\2,\3=",  # Bob: 5, Al: 3
     r"^([^=<>\\a-z]+)=([a-z])$": r"\2=\1",  # 5=x
     r'^(\d+) ?"?[Rr]"? ?(\d+)$': r'\1 "remainder" \2',
-    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z][\^_{{}}+*]*\)?$": "",  # k\in\mathbb{Z}
+    # k\in\mathbb{Z}
+    rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z]"
+    r"(?:[\^_{}+*]|\\ge ?0|>0)*\)?$": "",
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
     rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
@@ -404,7 +419,7 @@ TIDY = {
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
-    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs)") ?'
+    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)") ?'
     r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
@@ -421,7 +436,7 @@ TIDY = {
     r"^-([a-z])(<|>|\\[gl]e ?)-([\w.{}\\]+)$": r"\3\2 \1",  # -x<-3
     r"^-([a-z])(<|>|\\[gl]e ?)([\w.{}\\]+)$": r"-\3\2 \1",
     r"^\((\w),(\w)\)=\(([^(),]+),([^(),]+)\)$": r"\1=\3,\2=\4",
-    r"^(?:\\approx|[=:,])+ ?": "",
+    r"^(?:\\approx|\\Rightarrow|\\implies|[=:,])+ ?": "",
 }
 TIDY = [(re.compile(pattern), new) for pattern, new in TIDY.items()]
 
@@ -441,13 +456,13 @@ def normalise(text: str) -> str:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
             text = pattern.sub(new, text)
-    return text.rstrip(" .,;\\")
+    return text.rstrip(" .,;\\").lstrip()
 
 
 def _token(match):
     if match["text"] is not None:
         text = re.sub(r"(?<!\\)\$|\\[,;:!]|\\text\{(\w+)\}", r" \1", match["text"])
-        return LETTERS.sub(_quoted, text)
+        return LETTERS.sub(_quoted, text.replace(r"\cdot", "*"))
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
     return SPELLINGS.get(match[0].rstrip(), match[0])
@@ -471,7 +486,7 @@ def _is_word(match):
         return re.search(number, before)
     if word in SPELLINGS:
         return True
-    if re.search(r"[\w^})\\]$", before) or re.match(r"[\^_+=/-]", after):
+    if re.search(r"[\w^})\\]$|(?:frac|sqrt|\})\{$", before) or re.match(r"[\^_+=/-]", after):
         return False
     return len(word) > 2 or word in NO_UNIT
 
@@ -521,7 +536,7 @@ UNIT_NAMES = (
     "yr year 年 岁 год года лет; l liter litre л 升; gal gallon; mph; hz hertz",
     "ml milliliter millilitre мл 毫升; degree deg 度 градусов градуса",
     "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
-    "euro 欧元 евро; rouble ruble руб рубль рубля рублей; шт штук штуки",
+    "euro 欧元 евро; rs rupee; rouble ruble руб рубль рубля рублей; шт штук штуки",
     "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
     "pa pascal; am; pm; sq; unit; 个; 人; 种; furlong; zentner",
 )
@@ -530,15 +545,20 @@ for row in ";".join(UNIT_NAMES).split(";"):
     names = row.split()
     ALIASES |= dict.fromkeys(names, names[0])
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
+BASES = _table(
+    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
+    "eleven 11 twelve 12",
+)
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
 NO_UNIT = (
     "not no or on if is are was be it at by more less fewer than over under above",
     "below about least most between times plus minus half from binary",
     "base ten gross basis greater",
-    "maybe perhaps otherwise modulo",
+    "maybe perhaps otherwise modulo one point negative short twenty thirty forty",
+    "fifty sixty googol squared",
 )
-NO_UNIT = set(" ".join(NO_UNIT).split())
+NO_UNIT = BASES.keys() | set(" ".join(NO_UNIT).split())
 PART = re.compile(  # tenths, millions, MW
     r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
     r"|\b(?:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
@@ -567,16 +587,13 @@ FRACTION = re.compile(
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-BASES = _table(
-    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
-    "eleven 11 twelve 12",
-)
 # What may stand before `=`: one of NAMES, and then any of its ENDS in this order
 NAMES = (
-    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]+ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
+    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
     r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
     r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
-    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)|\\(?:sum|int|prod|lim)(?![a-z]).*",  # (r,\theta)
+    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
+    r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [a-z]",
 )
 ENDS = (
     r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
@@ -592,7 +609,7 @@ INDEX = re.compile(
 )  # the _{1} of a_{1}, the (A) of P(A)
 TOTAL = re.compile(
     r"(?!not|[A-Z]+$)"
-    r"(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\[ab]\w+a ?)(?:[_^]\{\w\})?){2,}"
+    r"(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\(?:alpha|beta) ?)(?:[_^]\{\w\})?){2,}"
 )  # the m+n of m+n=5
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
@@ -821,7 +838,13 @@ def _read_matrix(text, inner):
         rows.append(Reading("tuple", row, ("&", list(map(inner, cells)))))
     if not rows:
         return None
-    return ("list", rows) if kind == "cases" else ("tuple", (kind.strip("pbB"), rows))
+    if kind == "cases":
+        return "list", rows
+    kind = kind.strip("pbB")
+    cells = [row.parts[1] for row in rows]
+    if kind == "matrix" and {*map(len, cells)} == {1}:  # a column vector
+        return "tuple", ("()", sum(cells, []))
+    return "tuple", (kind, rows)
 
 
 def _read_text(text, inner):
@@ -849,7 +872,7 @@ def _read_text(text, inner):
 
 
 def _read_scalar(text, inner):
-    if number := _number(text):
+    if number := _number(BASES.get(text.strip('"').lower(), text)):
         return "number", number
     if match := BASE.fullmatch(text):
         return "text", f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}"
@@ -935,11 +958,14 @@ RATIO = re.compile(
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
 MISREAD = re.compile(
-    r"'|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])|\\\{|\\frac\{d\w\}"
+    r"'|!!|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])"
+    r"|\\\{|\\frac\{d\w\}"
 )
-# What math-verify's parser misreads -> how to write it. It reads 2(3) as 2+3, \gamma+1 as the gamma function
-# of 1, and I as the imaginary unit. [x] is the integer part of x.
+# What math-verify's parser misreads -> how to write it. It reads \sin x*2 as \sin(2x), 2(3) as 2+3, \gamma+1
+# as the gamma function of 1, and I as the imaginary unit. [x] is the integer part of x.
 PARSED = {
+    r"(\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)|l(?:n|og(?:_\{\w+\})?))) ?"
+    r"([\w\\]+)(?=\*)": r"\1(\2)",
     r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)": "*",
     r"(?<!sqrt)\[([^][,]*)\]": r"\\lfloor \1\\rfloor ",
     r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))": r"\\mathcal{\1\2}",
@@ -951,9 +977,9 @@ SYMBOL = re.compile(r"\\[A-Za-z]+(?:\{\w?matrix\})?|[A-Za-z]")
 # Group 2 is the letter in a text that `_letter` has normalised: A, A., (A), Option A, A:15, or 15 choices A,
 # which `normalise` makes of `(A) 15`. A) does not match.
 LETTER = re.compile(
-    r"(?!.*\b(?:[A-J]\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
+    r"(?!.*\b(?:[A-J]+\b.* choices|(?i:not|wrong|incorrect|false|but|except|or))\b)"
     r"(?:.+ choices |(?i:choice|option) ?)?"
-    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]\b).+)"
+    r"(\()?([A-Z])(?:(?(1)\))\.?|[.:)](?! ?[;,+]|.*\b[A-J]+\b).+)"
 )
 
 
@@ -1001,7 +1027,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     except Undecided:
         return None
     ours, theirs = map(PARAMETER.search, (answer, gold))
-    if not ours or not theirs or ours[1] == theirs[1]:
+    if not ours or not theirs or theirs[1] in _variables(answer):
         return False
     renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
     return quick_grade(renamed, gold, kind, prove)
@@ -1010,7 +1036,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
 # Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
 PARAMETER = re.compile(
     r"(?<![a-z\\])([a-z])"
-    r"(?: ?\\in ?\{?(?:\\mathbb ?\{?)?[ZN]|\) ?=.*(?<![a-z\\])\1)"
+    r"(?: ?(?:\\in|∈) ?\{?(?:\\mathbb ?\{?)?[ZNRCℤℕℝ]|\) ?=.*(?<![a-z\\])\1)"
 )
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
@@ -1164,8 +1190,8 @@ def _same_named(answer, gold, prove):
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
     if other or "equation" in kinds:
-        letters = _variables(b.text)
-        curve = not needed or letters and letters | {needed} <= set("Ceitxyz")
+        letters = _variables(b.text) - {"e", "i"}
+        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
         return bool(curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
@@ -1173,14 +1199,17 @@ def _same_named(answer, gold, prove):
 def _same_chain(answer, gold, prove):
     """Does the work of `_same` if one or both Readings are a chain, such as 3+4=7. If `gold` is a chain, only
     its value (7) counts. If `answer` is a chain, the texts before its value must equal the value. Roundings
-    after the value must be right within one percent. If the value is an integer, they must be exact."""
+    after the value must be right within one percent. If the value is an integer, they must be exact. More
+    than one rounding is wrong: otherwise one of many could be right by chance."""
     value, exact, rounded = _parts(answer, "chain", (answer, (), ()))
     rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
     needed, *_ = _parts(gold, "chain", [gold])
-    if not rounds and not _same(value, needed, prove):
+    if len(rounded) > 1 or not rounds and not _same(value, needed, prove):
         return False
     if value.kind == "quantity":
         value = value.parts[0]
+    if value.kind not in ("number", "expression"):
+        return False
     text = str(value.parts.value) if value.kind == "number" else value.text
     limits = [1e-6] * len(exact) + [0.01] * len(rounded)
     return all(map(prove, [*exact, *rounded], repeat(text), limits))
@@ -1307,11 +1336,13 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
         if isinstance(left, Eq) and isinstance(right, Eq):
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
-            return bool(a != 0 != b and cancel(a / b).is_number)
+            factor = cancel(a / b)  # 0 or nan if `answer` is an identity
+            return bool(factor.is_number and factor.is_finite and factor != 0)
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
         return verify(right, left, timeout_seconds=None, raise_on_error=True)
-    except (RecursionError, MemoryError, OverflowError):  # too large to compute: counts as wrong
+    # too large to compute, or not a number (TypeError): counts as wrong
+    except (RecursionError, MemoryError, OverflowError, TypeError):
         return False
 
 
@@ -1360,11 +1391,13 @@ def _has_power(node):
 
 def _has_product(node):
     r"""Returns whether a node is an unfinished product: numerator or denominator has two numbers
-    (2\cdot3x), or they give an integer (4\pi/2), or a base comes twice (x^2/x), or i divides (1/i)."""
+    (2\cdot3x), or they give an integer (4\pi/2), or a base comes twice (x^2/x), or i divides (1/i) or is in
+    two factors."""
     from sympy import I
 
     sides = _factors(node)
-    if any(factor.has(I) for factor in sides[1]):
+    imaginary, below = (sum(factor.has(I) for factor in side) for side in sides)
+    if imaginary > 1 or below:
         return True
     top, bottom = (
         [f for f in side if f.is_rational and abs(f) != 1 or f.is_number and f.has(I) and f != I]

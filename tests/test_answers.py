@@ -455,6 +455,41 @@ x>3 ~ \{x>3\} ~ (3,\infty) ~ A=(3,\infty) ~~ x-3>0 ~ 2x+1>7 ~ 3>x (x\ne 1) ~ x_2
 2xyz ~ 2x y z ~~ 2 ~ 2xy
 x^2-1 ~ x^2-1,\text{ where }k\text{ is an integer}, k\in\mathbb{Z} ~~ x^2-1;cm ~ x^2-1,x\pm1
 \{(x,y)\mid x+y=1\} ~ x+y=1 ~ \{(x,y):y=1-x\} ~~ \{(x,y)\mid x+y=2\}
+3rd ~ 3^{\text{rd}} ~ 3\text{rd} ~~ 4th
+Alice: 3, Bob: 5 ~ \text{Bob: 5, Alice: 3} ~~ Alice: 5, Bob: 3
+5\text{ remainder }3 ~ 5 R 3 ~~ 5 ~ 3 R 5
+2 hours 30 minutes ~ 2\text{ h }30\text{ min} ~~ 2\text{ h }20\text{ min} ~ 2
+15\text{ €} ~ 15 ~ €15 ~~ 15\text{ cents}
+\text{Rs. }500 ~ 500 ~ ₹500
+25\% ~ 25\text{ процентов} ~ \frac14 ~~ 25
+80 км/ч ~ 80 km/h ~ 80 ~~ 80 km
+x=5 ~ 5=x ~ 5 ~~ 5=y
+\frac{\pi^2}{6} ~ \sum_{n=1}^\infty\frac1{n^2}=\frac{\pi^2}{6} ~ \Rightarrow\frac{\pi^2}6
+x=45^\circ+180^\circ n ~ x=45^\circ+n\cdot180^\circ ~~ x=45^\circ+90^\circ n
+n\pi,n\in\mathbb{Z} ~ kπ, k ∈ ℤ ~~ n\pi+k,k\in\mathbb{Z}
+k^2,k\in\mathbb{Z} ~ n^2,n\in\mathbb{Z} ~~ kn,n\in\mathbb{Z}
+(a) 5 (b) 7 ~ 5, 7 ~ \text{(a) }5\text{ (b) }7 ~~ (a) 7 (b) 5 ~ (a) 1 (b) 35
+(-\infty,3)\cup(5,\infty) ~ (-∞, 3) U (5, ∞) ~ \{x|x<3\}\cup\{x|x>5\} ~~ (-\infty,5)
+\begin{pmatrix}1\\-2\end{pmatrix} ~ (1,-2) ~ \langle1,-2\rangle ~~ (-2,1) ~ \begin{pmatrix}1&-2\end{pmatrix}
+\text{no solution} ~ \varnothing ~ None ~ There are no real roots. ~~ 0 ~ \{0\}
+\text{does not exist} ~ DNE ~ \text{The limit does not exist} ~~ exists
+\frac{xyz}{6} ~ \frac{1}{6}zyx ~ xyz/6 ~~ \frac{xy}{6}
+\frac x2 ~ 1/2 x ~ \nicefrac{x}{2} ~~ \frac{1}{2x}
+2\sin x ~ \sin x\cdot2 ~~ \sin2x ~ \sin(2x)
+\sin(x^2) ~~ \sin x\cdot x ~ x\sin x
+x\ln x ~ \ln x\cdot x ~~ \ln(x^2)
+-5 ~ \text{minus }5 ~ \text{negative }5 ~~ \text{five}
+5 ~ \text{five} ~ \text{exactly }5 ~ 面积为5 ~~ 面积不是5 ~ 5 feet six inches ~ \text{5 point five}
+x=e^2 ~ e^2 ~~ x-e^2=0 ~ 2x=2e^2
+123 ~ 0123 ~~ 0,123 ~ 123...
+\frac52 ~ 2 125/250 ~~ \frac{2125}{250}
+\frac13 ~ 0.333...
+1,2,3 ~ 3,2,1 ~~ 1,2,3,...
+ABC ~ \text{A, B, and C} ~ 选择A,B,C ~~ AB
+A ~ A: the first ~~ A: BC
+1+2i ~~ i(2-i)
+9.8\text{ m/s}^2 ~ 9.8\,\mathrm{m\cdot s^{-2}} ~~ 9.8\text{ m/s}
+2.24 ~ \text{approximately }2.24 ~ \simeq2.24 ~~ 2.25
 """)
 
 
@@ -495,6 +530,26 @@ def test_an_answer_without_parts_equals_no_gold_answer(empty):
     assert not any(grade(empty, gold) for gold in golds)
 
 
+@pytest.mark.parametrize("identity", [
+    "(x+1)^2=x^2+2x+1", "(x-y)(x+y)=x^2-y^2", r"\frac{x^2-1}{x-1}=x+1", r"\frac{0x}{0}=1", r"\frac{0x}{0}=y"])
+def test_an_identity_equals_no_equation(identity):
+    golds = ("x^2+y^2=4", "x+y=8", "y=2x+1", "y^2=4x", r"\frac{x^2}{9}+y^2=1", "3x-4y+5=0")
+    assert not any(grade(identity, gold) for gold in golds)
+
+
+def test_only_one_rounding_may_follow_an_answer():
+    assert grade(r"\frac56\approx0.83", "0.83")
+    assert not grade(r"\frac56\approx0.82\approx0.83\approx0.84", "0.83")
+
+
+@pytest.mark.parametrize(("answer", "gold"), [
+    ("6=110_2", "110_2"), (r"3=\text{no}", "no"), (r"\frac{0\pi}{0}", r"\pi"),
+    (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"),
+    (r"y=4+\left[\begin{array}{c}1\\-3\end{array}\right]", "x^2+y^2=25")])
+def test_no_answer_raises(answer, gold):
+    assert not grade(answer, gold)
+
+
 @pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
 def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
     with pytest.raises(ValueError, match="cannot be parsed"):
@@ -517,7 +572,8 @@ def test_rewrites_equal_one_another(right):
     r"\sqrt(", "0.\\overline{", "$", "1e9", "\u0663", "\ud800", "\0", "%", r"\$", "(1) a 2", "A,", "a=",
     "max ", r"1,2,\ldots,", r"33\ldots", "0{,}", r"\text{yes, }", r"\{\begin{matrix}", r"\begin{cases}a,b\\",
     "5 m/s", "x>0,", r"x,k\in Z", "for all x,", "if k is an ", "5 square m per ", r"\mathrm{s}^{-1}", "1/2=",
-    "an ", "x_1,", "e,", ",if "])
+    "an ", "x_1,", "e,", ",if ", r"m\max", r"\betaa", "(a) 5 (b) ", '"A":1,', "degrees+", "...", r"\sin x*",
+    "U("])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """Nothing limits quick_grade's time in the trainer. The steps of regular expressions grow at most with
     the square of the length. So 2,000 characters, the longest answer, need less than 10^8 steps."""
