@@ -1353,14 +1353,16 @@ def _calculations(text):
 
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
-        # The value of a sum has fewer terms: 2x+3x and 5x-(2x-1).
-        terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
-        if len(Add.make_args(node.doit())) < sum(map(len, terms)):
-            found.add("sum")
-        if _has_power(node):
-            found.add("power")
-        if _has_product(node):
-            found.add("product")
+        if node.is_Add:
+            # The value of a sum has fewer terms: 2x+3x and 5x-(2x-1).
+            terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+            if len(Add.make_args(node.doit())) < sum(map(len, terms)):
+                found.add("sum")
+        elif node.args:
+            if _has_power(node):
+                found.add("power")
+            if _has_product(node):
+                found.add("product")
     return found
 
 
@@ -1377,7 +1379,7 @@ def _has_power(node):
     from sympy import Abs, I
 
     base, exponent = node.as_base_exp()
-    if node.is_Atom or node.is_Add or node.is_Mul or exponent == -1:
+    if node.is_Mul or exponent == -1:
         return False
     if exponent.is_integer and exponent != 1:
         for factor in sum(_factors(base), []):
