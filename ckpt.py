@@ -750,7 +750,7 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
     """Writes a policy's adapters to a folder in the format of PEFT. source: folder of the base"""
     state = {}
     for name, pair in model.adapters.items():
-        name = name.replace("/", ".")
+        name = name.replace("/", ".")  # names in a ModuleDict can't have "."
         for matrix, weight in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
     save_file(state, folder / "adapter_model.safetensors")
@@ -758,7 +758,7 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": os.path.abspath(source),
-        "r": model.base.rank,
+        "r": model.base.rank,  # of the adapters; `freeze` has set it
         "lora_alpha": model.base.alpha,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
     }

@@ -979,6 +979,7 @@ def tyro_errors(command: str) -> Iterator[None]:
         found, _, needed = parts[1].strip(".").partition(". Expected ")
         foreign = re.search(r"options: ([\w.]+)=", found)  # Unrecognized options: micro_batch=3
         if foreign:
+            # (): only the table of docs/faq.md. tyro itself suggests flags of ours.
             found += hint(foreign[1], ())
         # As in the box above, or "… could not convert string to float: 'x'"
         number = re.search(r"(--\w+):.* (int|float)\b.*(\'.*\')", found)

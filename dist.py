@@ -426,7 +426,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
 def deterministic(on: bool) -> Iterator[None]:
     """Context manager. If `on`, torch uses deterministic algorithms, and an operation that has no
     deterministic algorithm raises RuntimeError."""
-    if not on:  # return early, because use_deterministic_algorithms imports torch's slow compiler
+    if not on:  # return early: use_deterministic_algorithms imports torch's compiler, which is slow
         yield
         return
     torch.use_deterministic_algorithms(True)

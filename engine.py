@@ -89,6 +89,7 @@ class MemoryLedger:
         return held | {
             "mem/residual_gb": self.residual,
             "mem/host_peak_gb": peak / 2**20,
+            # only vLLM marks "weights"
             "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"],
             "time/sleep": seconds["asleep"],
@@ -300,9 +301,9 @@ def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarr
     vocabulary: number of ids of the model, which may be more than the tokenizer's
 
     A token completes a stop string if its text begins with an end of the string, or contains the string. Some
-    tokenizers remove a space at the start of a text. So both texts are compared without it: after a stop
-    string that ends in a space, every token may complete it. The text of a token that begins in the middle of
-    a character begins with U+FFFD. Such a token may complete any character."""
+    tokenizers remove a space at the start of a text, so spaces at the start of both texts are ignored. Hence
+    the result is true for every token if a stop string ends in a space. The text of a token that begins in
+    the middle of a character begins with U+FFFD. Such a token may complete any character."""
     found = np.zeros(vocabulary, bool)
     if not stop:
         return found
@@ -326,8 +327,8 @@ def first_stop(
     stop string farther on lies entirely in `after`, so the engine itself has stopped at it."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. If `tail` begins in the middle of a character, its
-    # text begins with a wrong character. The 8 extra tokens keep this character out of the stop string.
+    # A stop string has at most as many tokens as bytes. If `ids` begins in the middle of a character, its
+    # text begins with a wrong character. With 8 extra tokens, this character lies before any stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     ids = np.asarray(before[-window:], int).tolist()
     for count, token in enumerate(after[:window], 1):

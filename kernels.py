@@ -410,6 +410,7 @@ def _rotate_and_store(
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     j = tl.arange(0, HALF)[None, :]
+    # The first H + KV heads, queries and keys, are rotated. The values are only loaded.
     first, second, _ = _rotated(heads, cos, sin, row, H + 2 * KV, H + KV, half, h, j)
     first = first.to(query.dtype.element_ty)
     second = second.to(query.dtype.element_ty)

@@ -206,6 +206,8 @@ class Segments:
                 slot_of[start:end] = range(slot, slot + length)
                 at += range(start, end)
                 at += [start] * (columns - length)  # padding
+        # `at` and `slot_of` map between the pack's slots and the padded ones. None: the pack's slots are the
+        # computed tokens. Otherwise, compose with the maps that exist.
         device = self.cu_seqlens.device
         slot_of = torch.tensor(slot_of, device=device)
         at = torch.tensor(at, device=device)
@@ -1110,8 +1112,9 @@ def left_out(path: str) -> str:
 def on_meta(kind: type, path: str) -> PackModel:
     """Returns a Policy or Critic without memory for its weights. Raises UserError if the tensors in the files
     differ from the model's in names or shapes. A critic's files may lack score.weight; a policy's files must
-    not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS. But an output layer
-    that the config ties to the embedding must equal it, because transformers would not tie them."""
+    not have it. Other extra tensors are ignored if their names end in a name of NOT_OURS, such as
+    lm_head.weight. But if the config ties the output layer to the embedding and the files have both, they
+    must be equal: transformers would keep two different tensors apart, and this model has only one."""
     config = load_config(path)
     with explained(
         f"{path}/config.json describes no model", "the config.json that belongs to the weights"

@@ -43,7 +43,7 @@ if torch.cuda.is_available():  # CPU builds of torch have no Triton
     import kernels
 
 LOOK = 8  # decoding steps between two looks of the host
-PREFILL = 16384  # tokens of a pack of prompts, if --pack_len does not say
+PREFILL = 16384  # tokens of a pack of prompts with --pack_len 0
 
 
 @dataclass(eq=False)
@@ -768,6 +768,8 @@ class TorchEngine(Engine):
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
         call = (slots.batch(), temperature, top_p)
+        # A capture can't load kernels. So on a GPU the first step of a `call` runs without a graph, the
+        # second is captured and replayed, and all later steps are replayed.
         for _ in range(slots.look):
             if call in slots.graphs:
                 slots.graphs[call].replay()
@@ -777,8 +779,7 @@ class TorchEngine(Engine):
             else:
                 self._step(slots, *call)
                 if slots.is_paged and self.device.type == "cuda":
-                    # A capture can't load kernels, so the first step of a batch size runs without a graph.
-                    # A graph has a memory pool of its own, so give back the memory that this step used.
+                    # The graphs have a memory pool of their own, so give back the memory of this step.
                     self.loaded.add(call)
                     torch.cuda.empty_cache()
 

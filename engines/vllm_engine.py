@@ -91,6 +91,7 @@ class VLLMEngine(Engine):
             (name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights
         )
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        # On a CPU, vLLM does not update its packed copy of a tied output layer.
         self.llm.apply_model(_repack_tied_head)
         torch.cuda.empty_cache()
         self.ledger.mark("sync")

@@ -228,7 +228,7 @@ def _texts(value):
         value = list(value.values())
     if isinstance(value, list):
         return list(itertools.chain(*map(_texts, value)))
-    text = "" if value in (None, False) or value != value else str(value)
+    text = "" if value is None or value is False or value != value else str(value)
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
         return []

@@ -373,8 +373,11 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
     lock = threading.Lock()
 
     def schedule(numbered):
+        """Give requests to a worker. numbered: pairs (number, request as JSON)"""
+        # With has_state, `chunk` is 1, and all requests of a response have the same seed.
         at = json.loads(numbered[0][1])["seed"] % workers if has_state else 0
         requests = [request for _, request in numbered]
+        # The worker returns the outcomes of the first requests: those done in CHUNK_SECONDS, and one more.
         try:
             future = pools[at].schedule(_carry_out_first, [requests, cpu], timeout=wall)
         except RuntimeError:  # someone has killed an idle worker
@@ -382,11 +385,14 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
         future.add_done_callback(partial(done, numbered))
 
     def done(numbered, future):
+        """Send the outcomes of `numbered`, and schedule the requests that have none. pebble calls this when
+        `future` is done."""
         try:
             outcomes = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
             status = getattr(error, "exitcode", "?")
             outcome = (0.0, "timeout", None)
+            # A _Worker's exitcode is text after a crash. SIGPROF: the request used more than its CPU time.
             if not isinstance(error, TimeoutError) and status != str(-signal.SIGPROF):
                 message = f"the process ended with status {status} while grading ({error})"
                 outcome = (0.0, "error", f"WorkerDied: {message}")
@@ -507,7 +513,10 @@ class _Server:
     """A server process as the trainer sees it, with the requests that have no outcome yet.
 
     inbox: queue of (process, message) for the messages of all servers
-    spec, known, workers, deadline: see `serve`"""
+    spec: the user's function "FILE.py:FUNCTION", or "" to compare answers
+    known: names that the function's parameters may have
+    workers: number of worker processes
+    deadline: CPU seconds of a request"""
 
     def __init__(self, inbox, spec, known, workers, deadline):
         self.inbox = inbox

@@ -157,10 +157,10 @@ FILES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
 
 
 def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
-    """Returns a hash that shows whether the files of a model folder have changed: config, tokenizer and
-    weights, or those whose names end in one of `kinds`. To save time, it covers only the name, the size and
-    about 64 blocks of 4 KiB of each file. Raises UserError if a file can't be read, such as a link without
-    its target."""
+    """Returns a hash that shows whether the files of a model folder whose names end in one of `kinds` have
+    changed. The default `kinds` are config, tokenizer and weights. To save time, the hash covers only the
+    name, the size and about 64 blocks of 4 KiB of each file. Raises UserError if a file can't be read, such
+    as a link without its target."""
     blocks = []
     for file in sorted(file for file in Path(path).iterdir() if file.suffix in kinds):
         with explained(f"{file} can't be read", "an intact copy of the model", OSError):
@@ -175,8 +175,8 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
 
 @cache  # one base may serve three roles
 def weights_hash(path: str) -> str:
-    """Returns a hash of all bytes of a folder's weight files. A rank reads about 1 GB/s. A collective: the
-    ranks of a machine share the files, and the hash does not depend on the number of ranks."""
+    """Returns a hash of all bytes of a folder's weight files. This is a collective: each rank hashes some of
+    its machine's files. The result does not depend on the number of ranks. A rank reads about 1 GB/s."""
     me = os.uname().nodename, secrets.token_hex()
     peers = [rank for rank in dist.gather(me) if rank[0] == me[0]]
     hashes = []

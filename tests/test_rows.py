@@ -668,6 +668,7 @@ OTHER_CHOICES = {  # row -> (choices, answer)
     '"options": {"A":"1","B":"2"},"label":"B","answer":null': ("A. 1\nB. 2", "B"),
     '"options": ["(A)1","(B)2"], "label": "B"': ("(A)1\n(B)2", "B"),  # AGIEval
     '"choices": {"A": "3", "B": "4"}, "answer": 1': ("A. 3\nB. 4", "B"),
+    '"choices": {"A": 0, "B": 1}, "answer": "A"': ("A. 0\nB. 1", "A"),
     '"choices": {"text": ["5", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. 5\nB. 2", "B"),  # ARC
     '"choices": [{"label": "A", "text": "5"}, {"label": "B", "text": "2"}], "answerKey": "B"':
         ("A. 5\nB. 2", "B"),

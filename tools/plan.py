@@ -633,8 +633,9 @@ def _per_token(case, shape, recompute):
     stored += case.number * 6 * net.mixed * net.layers / shape.layers
     whole = stored * (shape.layers - recompute)
     inputs = case.number * d * recompute
-    # A recomputed layer needs this memory when the backward pass has freed the layers after it. Its input is
-    # counted already. It holds one tensor of the MLP less than other layers (bench/nullgpu/memory.py).
+    # When the backward pass reaches a recomputed layer, the layers after it are freed, and this layer's
+    # activations are stored again: as for other layers, but without its input, which is counted already, and
+    # without one tensor of the MLP (bench/nullgpu/memory.py).
     again = stored - case.number * (d + inner)
     if recompute == 0:
         again = 0
@@ -962,7 +963,7 @@ def _passes(case, name, prompt, response):
     at the same time, so only the longer of both times counts.
 
     1. a forward pass on each pack, without training
-    2. all updates: their forward and backward passes, and the optimizer"""
+    2. all updates of all epochs (--passes_per_step): forward and backward passes, and the optimizer"""
     cfg = case.cfg
     shape = case.models[name]
     layers = shape.layers
@@ -976,7 +977,7 @@ def _passes(case, name, prompt, response):
         tokens,
         tokens * length,
     )
-    flop += tokens * _delta_flops(shape.delta)
+    flop += tokens * _delta_flops(shape.delta)  # the linear attention of Qwen3.5
     device = flop / (MFU * case.gpu.flops)  # of the layers' forward pass
     host = layers * LAYER_HOST
     if case.shards > 1:
@@ -998,14 +999,14 @@ def _passes(case, name, prompt, response):
         sending[collective] = _network(case, n)
     forward = max(forward, sending["forward"])
     transfer = sending["backward"] + sending["reduce"]
+    # The last backward pass of an update also sums the gradients over all copies of the model.
     last = max(backward, transfer + sending["all-reduce"])
     backward = max(backward, transfer)
     updates = getattr(cfg, f"{name}_updates")
     optimizer = OPTIMIZER_HOST[case.shards > 1] * layers
-    # The last backward pass of an update sums the gradients over all copies of the model.
-    training = packs * (forward + backward)
-    training += updates * (last - backward + optimizer)
-    return packs * forward, cfg.passes_per_step * training
+    epoch = packs * (forward + backward)
+    epoch += updates * (last - backward + optimizer)
+    return packs * forward, cfg.passes_per_step * epoch
 
 
 def _delta_flops(net):
@@ -1382,7 +1383,7 @@ def main() -> None:
     paths = (cfg.model, cfg.critic_model, cfg.ref_model)
     shapes = [read_shape(path or cfg.model) for path in paths]
     gpu = None if cfg.device == "cpu" else GPUS[cfg.gpu]
-    host = 0.0 if gpu else host_memory()
+    host = 0.0 if gpu else host_memory()  # GPUs: of another machine, whose memory is unknown (0)
     local = min(world, NODE)
     case = Case(cfg, world, shapes, gpu, local, host, prompts)
     plan = plan_of(case)

@@ -146,7 +146,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
             )
     if alone:
         figure.suptitle(*data)
-    else:  # all panels have the same lines
+    elif panels:  # all panels have the same lines
         figure.legend(handles=axis.lines, loc="outside upper left")
     figure.savefig(to, format=to.suffix[1:])
 
