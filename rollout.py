@@ -253,7 +253,7 @@ class Trajectories:
         problem = self.problems[s.prompt_id]
         self.finished[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
-        facts = {"tokens": len(s.ids), "turns": s.turns}
+        facts = {"tokens": len(s.ids), "turns": s.turns, "stopped": s.stopped}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit(
                 (*s.key, i),

@@ -87,8 +87,8 @@ class Grade(NamedTuple):
 
     reward: 1.0 or 0.0; from a custom reward, any finite float32
     reason: one of REASONS
-    answer: the answer in the response; None if no answer was found, or if `reason` is "truncated"
-        or "unparsed"."""
+    answer: the answer in the response; None if no answer was found, if the length limit cut the
+        response, or if `reason` is "unparsed"."""
 
     reward: float
     reason: str
@@ -527,7 +527,7 @@ class _Server:
         self.late = 0  # number of calls in a row that timed out or ended a worker
         self.count = 0  # number of requests so far
         self.requests = {}  # number -> request: the arguments as JSON
-        self.waiting = {}  # request -> (key, answer) of each response that waits for its outcome
+        self.waiting = {}  # request -> (key, answer, stopped) of each response that waits for it
         self.process = None
 
     def start(self):
@@ -659,22 +659,23 @@ class Grader(AbstractContextManager):
         key: the response's key in `results`
         text: the response
         gold: the right answer
-        stopped: whether the response ended with EOS or a stop string; if False, its reward is 0
+        stopped: whether the response ended with EOS or a stop string. If False, the length limit cut the
+            response, and its reward is 0, or what the reward function returned if that is below 0
         custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
         more: values of the function's parameters `problem`, `row` and `sample`. Without a function, `problem`
             is the text that an answer must not repeat (answers.repeats)"""
         answer = extract(text, extractor)
         gold = gold.strip()
-        if not stopped:
-            self._grades[key] = Grade(0.0, "truncated", None)
-        elif custom:
+        if custom:
             values = more | dict(response=text, answer=gold, kind=kind)
-            self._call(custom, values, (key, answer))
+            self._call(custom, values, (key, answer if stopped else None, stopped))
+        elif not stopped:
+            self._grades[key] = Grade(0.0, "truncated", None)
         elif found := _grade_here(answer, gold, kind, more.get("problem") or ""):
             self._grades[key] = found
         else:
             request = json.dumps(dict(answer=answer, gold=gold, kind=kind))
-            self.comparisons.add(request, (key, answer))
+            self.comparisons.add(request, (key, answer, True))
 
     def ask(self, key: Hashable, texts: Sequence[str], **values: Any) -> None:
         """Queue the call of the environment for the policy's last turn, without waiting. `results` will
@@ -685,7 +686,7 @@ class Grader(AbstractContextManager):
         values: problem, its text; and for an environment with state: row, the row of the data file; seed, the
             response's own seed"""
         values |= dict(texts=texts, turn=len(texts), text="".join(texts[-1:]))
-        self._call(self.env, values, (key, None))
+        self._call(self.env, values, (key, None, True))
 
     def release(self, seed: int) -> None:
         """Queue the closing of the environment of the response with this seed, if it is still open."""
@@ -706,7 +707,7 @@ class Grader(AbstractContextManager):
         for server in self.servers:
             if server.requests:
                 server.close()  # otherwise it would still work on these requests
-            for key, answer in sum(server.waiting.values(), []):
+            for key, answer, _ in sum(server.waiting.values(), []):
                 self._grades[key] = Grade(0.0, "timeout", answer)
             server.requests = {}
             server.waiting = {}
@@ -811,8 +812,12 @@ class Grader(AbstractContextManager):
 
     def _receive(self, server, number, value, reason, error):
         """Store the outcome of a request."""
-        for key, answer in server.waiting.pop(server.requests.pop(number)):
+        for key, answer, stopped in server.waiting.pop(server.requests.pop(number)):
             grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
+            if not stopped and not error and reason != "timeout":
+                # At most 0: the policy earns nothing for a cut response. Below 0: a response that
+                # the length limit cuts escapes no penalty.
+                grade = Grade(min(value, 0.0), "truncated", None)
             self._grades[key] = grade
         if error:
             self.errors.setdefault(error.partition(":")[0], error)

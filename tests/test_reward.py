@@ -288,7 +288,9 @@ def test_custom_reward(custom):
     with Grader(workers=2, deadline=0.5, customs=[spec]) as grader:
         for response in want:
             grader.submit(response, response, "gold", True, "essay", custom=spec)
-        grader.submit("cut", "12345", "gold", False, "essay", custom=spec)
+        # The length limit cut these, and in "other kind" below the same response ended.
+        for response, kind in (("12345", "essay"), ("12345", "math"), ("raise", "essay"), ("hang", "essay")):
+            grader.submit(("cut", response, kind), response, "gold", False, kind, custom=spec)
         grader.submit("boxed", boxed("5"), "gold", True, "essay", custom=spec)
         grader.submit("other kind", "12345", "gold", True, "math", custom=spec)
         grader.submit("big", "\0\ud800" * 50_000, "gold", True, "essay", custom=spec)
@@ -296,7 +298,10 @@ def test_custom_reward(custom):
     assert {r: grades[r].reason for r in want} == want
     rewards = {k: grades[k].reward for k in ("12345", "return True", "other kind", "big")}
     assert rewards == {"12345": 0.5, "return True": 1.0, "other kind": -1.0, "big": 10_000.0}
-    assert grades["cut"] == Grade(0.0, "truncated", None)  # no answer, so no vote in the metric maj@n
+    # A cut response earns nothing and escapes no penalty. It has no answer, so no vote in the metric maj@n.
+    assert {k[1:]: g for k, g in grades.items() if "cut" in k} == {
+        ("12345", "essay"): Grade(0.0, "truncated", None), ("12345", "math"): Grade(-1.0, "truncated", None),
+        ("raise", "essay"): Grade(0.0, "error", None), ("hang", "essay"): Grade(0.0, "timeout", None)}
     assert grades["boxed"].answer == "5" and grades["other kind"].reason == "wrong"
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
