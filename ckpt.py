@@ -274,12 +274,15 @@ class Saver:
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
-        UserError as `finish` does.
+        UserError as `finish` does. After a restart, the last step is saved already, and is evaluated again.
+        Then `ckpt/best` is made again.
 
         step: number of finished steps
         carried: this rank's trajectories that the next step continues"""
         self.finish()
         if step == self.saved:
+            if _is_main():
+                self._prune()
             return
         self.buffer.update()
         # A process from before a restart may still write this checkpoint, so its folder gets a random name.

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -32,10 +33,11 @@ import train
 from bench.tasks import chat_tokenizer
 from configs import PRESETS, UserError
 from data import prompt_encoder, prompt_form
-from guard.identity import VERSIONS, differences, settings
+from guard.identity import VERSIONS, check_unchanged, differences, facts_of, settings
 from guard.watch import handle_signals
 from log import read_metrics
 from model import load_critic, load_policy, load_tokenizer
+from reward import terms_of
 from tools import evaluate
 from tools.tiny import make_tokenizer
 
@@ -286,6 +288,20 @@ def test_what_may_differ_on_resume():
     assert differing(share, steps=9) == ["steps: 0 -> 9"]
     assert differing(orz, prompts_per_step=16, betas=(0.9, 0.99), seed=1) == [
         "prompts_per_step: 128 -> 16", "seed: 0 -> 1", "betas: [0.9, 0.95] -> [0.9, 0.99]"]
+
+
+def test_another_function_for_a_data_set_is_refused(base):
+    """A checkpoint without this fact, from older code, can still be resumed."""
+    def read(*reward):
+        cfg = dataclasses.replace(base, algo="grpo", reward=reward)
+        return facts_of(cfg, [], {}, make_tokenizer(), SimpleNamespace(files={}), terms_of(cfg))[0]
+
+    strict, loose, moved = read("a@r.py:strict"), read("a@r.py:loose"), read("a@new/r.py:strict")
+    with pytest.raises(UserError, match=r"functions of --reward: \['strict'\] -> \['loose'\]\); needed: x"):
+        check_unchanged(base.folder, {"read": strict}, loose, "x")
+    check_unchanged(base.folder, {"read": strict}, moved, "")
+    old = {name: value for name, value in strict.items() if name != "DATASET@ functions of --reward"}
+    check_unchanged(base.folder, {"read": old}, loose, "")
 
 
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
@@ -718,6 +734,25 @@ def test_the_best_checkpoint_is_the_best_on_the_present_evaluation_sets(tmp_path
     text = "".join(json.dumps({"step": step, f"eval/{name}/avg@1": x}) + "\n" for step, name, x in rows)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 5, "reward": 1}\n')
     assert ckpt.best_of(tmp_path, [ckpt.step_folder(tmp_path, i) for i in range(6)], "auto").name[-1] == "3"
+
+
+def evaluated_again(out) -> str:
+    """Saves two steps. A restart sets step 2's row aside and evaluates step 2 again. Returns the best."""
+    rows = [json.dumps({"step": step, "eval/a/avg@1": step}) + "\n" for step in (1, 2)]
+    (out / "metrics.jsonl").write_text(rows[0])
+    saver, models, warnings = small(out, keep_best="auto")
+    for step in (1, 2):
+        saver.save(step)
+    saver.finish()
+    again = ckpt.Saver(out, models, saver.cfg, {}, 2, warnings.append)
+    assert os.readlink(out / "ckpt" / "best") == "step_000001" and not warnings
+    (out / "metrics.jsonl").write_text("".join(rows))
+    again.save(2)
+    return os.readlink(out / "ckpt" / "best")
+
+
+def test_a_last_step_that_is_evaluated_after_a_restart_may_be_the_best(tmp_path):
+    assert run_ranks(1, evaluated_again, tmp_path) == ["step_000002"]
 
 
 def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
