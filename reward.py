@@ -87,14 +87,19 @@ def _term(spec, parts):
         f"the weight {number!r} of reward {spec!r} is not a finite number",
         "NAME=NUMBER",
     )
-    if full in KINDS:
-        return Term("accuracy", weight, kind=full)
     known = [*KINDS, *parts]
     require(
         ":" in full or full in known,
         f"no reward {full!r}{nearest(full, known)}",
         f"--reward with some of, and spaces between: {' '.join(known)} [DATASET@]{SPEC}",
     )
+    require(
+        not dataset or ":" in full,
+        f"--reward {spec} names a data set, but no function",
+        f"DATASET@{SPEC}, or {full} for all rows",
+    )
+    if full in KINDS:
+        return Term("accuracy", weight, kind=full)
     if full in parts:
         return Term(full, weight)
     # The metric is reward/NAME, with no / in NAME.

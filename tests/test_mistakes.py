@@ -74,6 +74,8 @@ AT_ONCE = {
     "a run as model": ("orz-7b --model ran --data rows.jsonl", "of a model; needed: RUN/export/policy, or"),
     "a checkpoint as model": ("orz-7b --model ran/ckpt/step_000002", "ckpt.py export RUN last OUT"),
     "a reward's name": (f"{RUN} --reward maths", "no reward 'maths' (did you mean math?); needed: "),
+    "a kind for a data set": (f"{RUN} --reward sums@exact", "--reward sums@exact names a data set, but no f"),
+    "a part for a data set": (f"{RUN} --reward math sums@format=2", "or format for all rows"),
     "a reward's file": (f"{RUN} --reward none.py:score", "'none.py:score' names no function in a f"),
     "a reward's function": (f"{RUN} --reward r.py:scor", "no 'scor' (did you mean score?) in r.py"),
     "an environment without function": (f"{RUN} --env r.py", "'r.py' names no function in a"),
