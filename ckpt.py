@@ -744,9 +744,12 @@ def _save_config(folder, model, tokenizer, source, facts):
     template = chat_template(tokenizer, facts["prompt"], facts["system_prompt"])
     if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    generation = Path(source) / "generation_config.json"
-    if exists(generation):
-        shutil.copyfile(generation, folder / generation.name)
+    # `vllm serve` and transformers would take a temperature, top_k, repetition_penalty or max_new_tokens of
+    # the source as defaults. The policy was trained without them, so only the ids of tokens stay.
+    name = "generation_config.json"
+    ids = {k: v for k, v in read_json(Path(source) / name).items() if k.endswith("token_id")}
+    if ids:
+        (folder / name).write_text(json.dumps(ids, indent=1))
 
 
 def write_adapter(folder: Path, model: Adapted, source: str) -> None:

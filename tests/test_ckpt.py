@@ -26,6 +26,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 import ckpt
 import dist
@@ -870,6 +871,22 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
     marker = json.loads((tmp_path / "hf" / "torz.json").read_text())
     assert marker["template"] == config["template"] and marker["stop"] == list(base.stop)
     assert marker["temperature"] == base.temperature
+
+
+def test_an_export_has_no_defaults_of_sampling(base, tmp_path):
+    """The policy was trained without the base model's defaults. Its end tokens stay. The file of this test is
+    Qwen2.5-Instruct's, with the names that vLLM and transformers also know."""
+    source = shutil.copytree(base.model, tmp_path / "base")
+    ids = {"bos_token_id": 1, "eos_token_id": [5, 261], "pad_token_id": 0}
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05,
+                "min_p": 0.1, "typical_p": 0.9, "presence_penalty": 1.0, "max_new_tokens": 2048}
+    (source / "generation_config.json").write_text(json.dumps(ids | sampling))
+    config = dataclasses.asdict(base)
+    facts = ckpt.marker(tmp_path, 3, "policy", {"config": config, "prompt": prompt_form(base.template)})
+    policy = load_policy(str(source))
+    ckpt.export_hf(dist.full_weights(policy), policy, make_tokenizer(), str(source), tmp_path / "hf", facts)
+    found = GenerationConfig.from_pretrained(tmp_path / "hf").to_diff_dict()
+    assert found == ids | {"transformers_version": found["transformers_version"]}
 
 
 def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
