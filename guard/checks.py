@@ -40,6 +40,7 @@ from guard.identity import VERSIONS, check_same, source_of
 from guard.lock import FolderLock
 from model import load_config, load_tokenizer
 from reward import graders_of, terms_of
+from rollout import max_positions
 from tools import plan
 
 # --- the machines
@@ -167,8 +168,9 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids, and
-    an embedding that is not smaller: the policy may also sample ids without a token."""
+    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids, an
+    embedding that is not smaller, because the policy may also sample ids without a token, and enough
+    positions."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
@@ -180,6 +182,11 @@ def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
             f"--{flag} {path} has another vocabulary than --model {cfg.model}, "
             "or a smaller embedding",
             f"a --{flag} with the policy's tokenizer",
+        )
+        require(
+            not path or cfg.model_len <= max_positions(load_config(path)),
+            f"--{flag} {path} has fewer positions than the {cfg.model_len:,} tokens of a sample",
+            f"a smaller --max_response_len, or another --{flag}",
         )
 
 

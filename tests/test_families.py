@@ -249,6 +249,9 @@ def test_a_critic_or_a_teacher_with_another_tokenizer_is_refused(folder_of, tmp_
     smaller = changed_folder(folder_of("granite"), tmp_path / "smaller", vocab_size=size)
     with pytest.raises(UserError, match=f"--{flag} .*smaller has another .* or a smaller embedding"):
         check_vocabularies(families.replace(cfg, **{flag: smaller}), tokenizer)
+    short = changed_folder(folder_of("granite"), tmp_path / "short", max_position_embeddings=63)
+    with pytest.raises(UserError, match=f"short has fewer positions than the 64 tokens .*another --{flag}"):
+        check_vocabularies(families.replace(cfg, **{flag: short}), tokenizer)
 
 
 @pytest.fixture
