@@ -226,9 +226,15 @@ RENAME = " (solution_str, completions: response; ground_truth: answer; extra_inf
 
 
 def check_functions(cfg: Config) -> list[Term]:
-    """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, or as
-    `check_function` does. Imports neither torch nor the user's file."""
+    """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, if all
+    weights are 0 and no teacher trains the policy, or as `check_function` does. Imports neither torch nor the
+    user's file."""
     terms = terms_of(cfg)
+    require(
+        any(t.weight for t in terms) or (cfg.kl_coef > 0 and cfg.ref_model != ""),
+        f"--reward {' '.join(cfg.reward)} has only weights of 0",
+        "a weight other than 0, or a teacher: --ref_model TEACHER --kl_coef 1",
+    )
     for name in extractors(cfg).values():
         extract("", name)
     for term in terms:
