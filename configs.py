@@ -544,7 +544,8 @@ class Config:
         if warmup < 1:
             warmup = round(warmup * total)
         if done < warmup:
-            return base * (done + 1) / warmup
+            # At most `base`: a fraction of the updates, such as 1.5, ends between two of them.
+            return base * min(1, (done + 1) / warmup)
         if self.lr_decay == "constant":
             return base
         # As torch's LinearLR and CosineAnnealingLR: `lr_end` would be the rate of the update after the last.
@@ -1139,11 +1140,17 @@ NO_EFFECT = (
         "--algo ppo",
     ),
     ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
+    ("gamma lam", "compares_samples", True, "--algo ppo, or --advantage return_whiten"),
     ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
+    ("kl_estimator", "has_ref", False, "--kl_coef above 0, or --ref_model"),
+    ("mismatch_bounds", "mismatch", "none", "--mismatch token-truncate, or another but none"),
     # With one update, the ratio is 1.
     ("clip_low clip_high", "clips", False, "--policy_updates 2 or --passes_per_step 2"),
     ("lora_alpha", "lora", 0, "--lora above 0"),
     ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
+    # With --data, the preset's evaluation sets do not count. --eval_response_len is no part of this row: it
+    # also sets the length that tools.plan gives the engine.
+    ("eval_samples eval_temperature eval_top_p", "eval_data", (), "--eval_data with files"),
     ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
     ("max_staleness", "carry", 0, "--carry above 0"),
 )

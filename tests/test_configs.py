@@ -52,6 +52,9 @@ def test_learning_rates_depend_on_the_counts_alone():
                     "--warmup_updates", "0"])
     assert anneal.lr("policy", 99, 0) == pytest.approx(3e-7 + 7e-7 / 100)  # the last update has a rate, too
     assert anneal.lr("policy", 50, 0) == pytest.approx((1e-6 + 3e-7) / 2)
+    uneven = dataclasses.replace(PRESETS["tiny-grpo"], warmup_updates=1.5, policy_lr=3e-4,
+                                 lr_decay="constant")
+    assert [uneven.lr("policy", step, 0) for step in range(3)] == pytest.approx([2e-4, 3e-4, 3e-4])
     # a cosine, and a warm-up that is a fraction of the run
     c = dataclasses.replace(PRESETS["open-r1-1.5b-grpo"], steps=100, policy_lr=1.0, lr_end=0.1, epochs=0)
     rates = [c.lr("policy", step, 0) for step in range(100)]
