@@ -263,7 +263,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
                 words.append(f"{name} {own[name]}")
-        row = [" ".join(words) or str(group[0]), str(len(group))]
+        row = [" ".join(words) or str(group[0]), str(len(scores))]
         for numbers in ([*scores.values()], gaps):
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
@@ -275,8 +275,9 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
 
 def _last_values(runs, metric):
     """Returns a dict: seed -> the run's value of the metric at the recipe's last step. A second run
-    with the same seed has its path in place of the seed."""
-    _, values = _values(list(map(read_metrics, runs)), metric)
+    with the same seed has its path in place of the seed. Leaves out runs without this value, and names
+    them."""
+    steps, values = _values(list(map(read_metrics, runs)), metric)
     require(
         values.size > 0,
         f"{runs[0]} has no metric {metric}",
@@ -284,9 +285,17 @@ def _last_values(runs, metric):
     )
     found = {}
     for run, curve in zip(runs, values, strict=True):
+        if math.isnan(curve[-1]):
+            show(f"{run} has no {metric} at step {steps[-1]}, so the table leaves it out")
+            continue
         seed = read_json(run / "config.json").get("seed", run)
         found[run if seed in found else seed] = curve[-1]
     return found
+
+
+# Signs with a meaning in LaTeX -> how to print them
+TEX = {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\textasciitilde{}", "±": r"$\pm$"}
+TEX |= {sign: f"\\{sign}" for sign in "_%#&${}"}
 
 
 def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
@@ -295,10 +304,11 @@ def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
         with to.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(rows)
         return
-    body = "".join(" & ".join(row) + " \\\\\n" for row in rows)
-    body = re.sub("([_%#])", r"\\\1", body)
-    body = body.replace("±", r"$\pm$")
-    body = body.replace("--", "-{}-")  # "--" would be a dash
+    body = ""
+    for row in rows:
+        cells = [" ".join(cell.split()).translate(str.maketrans(TEX)) for cell in row]
+        body += " & ".join(cells) + " \\\\\n"
+    body = re.sub("-(?=-)", "-{}", body)  # "--" would be a dash
     text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
     to.write_text(text, encoding="utf-8")
 
