@@ -138,6 +138,11 @@ Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
+Beta = Annotated[float, Range(0, 0.999999)]  # AdamW refuses 1
+Seconds = Annotated[float, Range(0, 1e7, above=True)]  # the timers of the system have limits
+COLDEST = (
+    0.01  # vLLM's lowest temperature above 0; for a much lower one, fp32 logits become infinite
+)
 Advantage = Literal[
     "group_mean_std",
     "group_mean",
@@ -219,7 +224,7 @@ class Config:
 
     # --- sampling and grading
     engine: Literal["auto", "torch", "vllm"] = "auto"  # auto: CPU: torch; CUDA: as planned, else vllm
-    temperature: Positive = 1.0  # temperature of sampling, and of the log-probs in the trainer
+    temperature: Annotated[float, Range(COLDEST)] = 1.0  # of sampling, and of the log-probs in the trainer
     stop: tuple[str, ...] = ("User:", "Human:", "Assistant:", "</answer>")  # strings that end a response
     engine_share: Part = 0.7  # fraction of GPU memory that the engine may use while it samples
     max_num_seqs: Count = 512  # maximum responses that one engine decodes at once
@@ -229,7 +234,7 @@ class Config:
     eval_top_p: Part = 1.0  # top-p (nucleus sampling) in evaluation; 1: all tokens
     eval_response_len: Amount = 0  # maximum tokens of a response in evaluation; 0: --max_response_len
     grade_workers: Count = 1  # grading processes of each rank; as many more for each function
-    grade_deadline: Positive = 5.0  # CPU seconds to grade one answer
+    grade_deadline: Seconds = 5.0  # CPU seconds to grade one answer
     selfcheck: bool = True  # before the first step, compare vllm's log-probs with the trainer's
 
     # --- optimizers: AdamW with fp32 weights and state
@@ -237,7 +242,7 @@ class Config:
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
     lr_end: NotNegative = 0.0  # final learning rate, with --lr_decay linear or cosine
-    betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's beta1 and beta2
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay
     adam_eps: Positive = 1e-8  # AdamW's epsilon
     grad_clip: Positive = 1.0  # maximum global gradient norm
@@ -278,8 +283,8 @@ class Config:
     save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
     profile: Amount | None = None  # run this step under torch's profiler; writes a trace to --out; None: off
     track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
-    grace: Positive = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
-    stall_limit: Positive = 3600.0  # maximum seconds without progress of any rank; then all ranks exit
+    grace: Seconds = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
+    stall_limit: Seconds = 3600.0  # maximum seconds without progress of any rank; then all ranks exit
     go: bool = False  # start even if the gold answers or the first responses fail their check
     max_logp_gap: Positive = 0.1  # stop if the mean log-prob gap |engine - trainer| exceeds this (nats)
     # fmt: on
@@ -326,6 +331,12 @@ class Config:
                 f"--{name} has {given} values for {len(self.eval_data)} files",
                 "1 value, or one for each file",
             )
+
+        require(
+            not any(0 < t < COLDEST for t in self.eval_temperature),
+            f"--eval_temperature has a number between 0 and {COLDEST}",
+            f"0, or numbers from {COLDEST}",
+        )
 
     def _check_batch(self):
         require(
@@ -1050,11 +1061,12 @@ def set_allocator() -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a run's folder, a checkpoint or an adapter."""
-    names = [*names_in(Path(path)), Path(path).parent.name]
-    is_adapter = "adapter_config.json" in names and "config.json" not in names
+    """Raises UserError if `path` is a run's folder, a checkpoint or an adapter. A run's folder, too, has
+    a config.json."""
+    names = names_in(Path(path))
+    is_part = Path(path).parent.name == "ckpt" or "adapter_config.json" in names
     require(
-        "ckpt" not in names and not is_adapter,
+        "ckpt" not in names and ("config.json" in names or not is_part),
         f"{path} is the folder of a run or an adapter, not of a model",
         "RUN/export/policy, or first: python ckpt.py export RUN last OUT",
     )

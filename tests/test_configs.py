@@ -118,7 +118,7 @@ def test_help_shows_every_flag_with_its_meaning_and_value(capsys, monkeypatch):
 
 def test_a_number_out_of_its_range_is_one_line():
     allowed = configs.ranges()
-    number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part)\b")
+    number = re.compile(r"\b(int|float|Count|Amount|Positive|NotNegative|Share|Part|Beta|Seconds)\b")
     numbers = {f.name for f in dataclasses.fields(configs.Config) if number.search(f.type)}
     assert allowed.keys() == numbers and len(numbers) > 40
     for name, only in allowed.items():
@@ -128,6 +128,15 @@ def test_a_number_out_of_its_range_is_one_line():
         for x in outside:
             with pytest.raises(UserError, match=f"^--{name} is .*; needed: --{name} "):
                 dataclasses.replace(PRESETS["tiny-ppo"], **{name: (x,) if isinstance(default, tuple) else x})
+
+
+@pytest.mark.parametrize("words", [
+    "--betas 1 0.9", "--betas 0.9 1", "--stall_limit 1e10", "--grace 1e10", "--grade_deadline 1e300",
+    "--temperature 1e-300", "--eval_temperature 1 1e-300"])
+def test_a_number_that_torch_or_the_system_can_t_use_is_one_line(words):
+    flag = words.partition(" ")[0]
+    with pytest.raises(UserError, match=f"^{flag} .*; needed: "):
+        parse(["tiny-ppo", "--eval_data", "a.jsonl", "b.jsonl", *words.split()])
 
 
 def test_paths_that_may_be_the_hubs_and_several_machines_are_left_to_later_checks(monkeypatch):

@@ -178,6 +178,14 @@ def test_a_mistake_of_the_command_line_is_one_line(name, folder, tiny, monkeypat
     assert words in str(e.value) and not re.search("[\n\x1b─-╿]", str(e.value)), str(e.value)
 
 
+def test_a_model_may_be_in_a_folder_ckpt(tmp_path):
+    (tmp_path / "ckpt/mine").mkdir(parents=True)
+    with pytest.raises(UserError, match="mine is the folder of a run or an adapter"):
+        configs.check_model(f"{tmp_path}/ckpt/mine")
+    (tmp_path / "ckpt/mine/config.json").write_text("{}")
+    configs.check_model(f"{tmp_path}/ckpt/mine")
+
+
 def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "ckpt/step_000002").mkdir(parents=True)
