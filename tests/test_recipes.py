@@ -586,6 +586,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=configs.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
                  extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {},
+             "chat": {"template": "chat", "prompt": ""},
              "d": {"max_response_len": 20000}, "old": {"prompt": "", "date": "1"}}
     for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
@@ -598,6 +599,8 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     assert eval_configs([f"{tmp_path}/d", "a.json", "--max_model_len", "0"])[0].pack_len > 20000
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
+    chat, _ = eval_configs([f"{tmp_path}/chat", "base", "a.json", "--template_args", "enable_thinking=true"])
+    assert chat.template_args == ("enable_thinking=true",) and chat.stop == ("</a>",)
     assert eval_configs([a, "a.json", "--template", "plain"])[0].stop == ("</a>",)
     hub = tmp_path / "models--me--mine"  # the Hub's cache
     shutil.copytree(a, hub / "snapshots/0")

@@ -115,7 +115,10 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     )
     names = set(map(model_name, models))
     require(len(names) == len(models), "the same model twice", "each model once")
-    words = [*PRESET, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
+    # Some flags are allowed only with a certain template, so the models' own replaces the preset's.
+    trained = next(filter(None, map(_trained, models)), {})
+    form = ["--template", trained.get("template", Config.template)]
+    words = [*PRESET, *form, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
     cfg = parse(words, "tools.evaluate", EvalConfig)
     given = given_flags(flags)
     check_flags(cfg, given)
