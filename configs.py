@@ -858,7 +858,14 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def given_flags(argv: Sequence[str]) -> list[str]:
-    """Returns the fields of Config whose flags are in `argv`. --no_NAME is a flag of the field NAME."""
+    """Returns the fields of Config whose flags are in `argv`. --no_NAME is a flag of the field NAME. Raises
+    UserError for a word such as `---`."""
+    for word in argv:
+        require(
+            not re.match("--(?![a-zA-Z])", word),
+            f"{word!r} is no flag",
+            f"--FLAG={word!r} for a value that begins with --",
+        )
     flags = [word[2:].partition("=")[0] for word in argv if word.startswith("--")]
     return [flag.replace("-", "_").removeprefix("no_") for flag in flags]
 

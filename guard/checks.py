@@ -348,10 +348,12 @@ def first_look(
     say(f"\n{found}\n")
     finds = "answers that --extractor finds, " if lost else ""
     mostly_cut = reasons["truncated"] > len(rewards) / 2
+    remedies = "a --max_response_len that fits, a --stop that ends responses, easier --data"
+    if reasons["error"] > len(rewards) / 2:
+        remedies = "a --reward (or --env) without errors"
     from_teacher = not any(term.weight for term in terms_of(cfg))
     require(
         cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
         found,
-        f"{finds}a --max_response_len that fits, a --stop that ends responses, "
-        "easier --data, or --go to train anyway",
+        f"{finds}{remedies}, or --go to train anyway",
     )

@@ -64,6 +64,7 @@ AT_ONCE = {
     "groups of one": ("reinforce++-7b --drop_uniform", "compare the samples"),
     "an empty stop string": ("tiny-ppo --stop </answer> ''", "--stop has an empty text, or a"),
     "a line break in quotes": ("tiny-ppo --stop '\\n'", "a backslash and an n; needed: texts that"),
+    "a value with dashes": ("tiny-ppo --stop ---", "'---' is no flag; needed: --FLAG='---' for a value that"),
     "a model that is not there": ("tiny-ppo --model cut/none", "no model folder 'cut/none'; needed: "),
     "samples for other files": ("orz-7b --eval_data a.jsonl --eval_samples 1 2", "2 values for 1 files; ne"),
     "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 with --round_len 0: no round"),
