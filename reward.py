@@ -26,7 +26,7 @@ from typing import Any
 
 from configs import Config, explained, nearest, require, run_command
 from grading.answers import KINDS, extract
-from grading.rows import read_rows
+from grading.rows import plain_text, read_rows
 from grading.worker import REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
@@ -304,11 +304,12 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
                 text = row["response"]
                 if "segments" in row:  # with --env, every second text is the environment's
                     text = "\n".join(row["segments"][::2])
-                for t in graders_of(row.get("dataset", ""), terms):
+                gold = row["gold"] if "gold" in row else row["answer"]
+                for t in graders_of(row.get("dataset") or "", terms):
                     grader.submit(
                         (number, t),
                         text,
-                        row["gold"] if "gold" in row else row["answer"],
+                        plain_text(gold),  # a number is allowed, as in training
                         row.get("stopped", True),
                         row.get("kind", kind_of(reward)),
                         extractor,

@@ -321,7 +321,7 @@ def _is_number(value):
     return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
-def _plain_text(value):
+def plain_text(value: Any) -> str | None:
     """Returns `value` as text if `value` is a text or a finite number, else None."""
     if isinstance(value, str):
         return value
@@ -336,7 +336,7 @@ def _plain_text(value):
 def _answer(fields, kind, where):
     """Returns the gold answer as text, without its worked solution. Returns None if the row has no gold
     answer that is a text or a number."""
-    text = _plain_text(_gold(fields))
+    text = plain_text(_gold(fields))
     if text is None:
         return None
     if "\\boxed" in text or "\\fbox" in text:
@@ -402,7 +402,7 @@ def _choices(fields, where):
         pairs = list(itertools.zip_longest(found.get("label") or (), found["text"]))
     else:  # in Parquet, missing letters are null
         pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
-    choices = {str(letter): _plain_text(text) for letter, text in pairs}
+    choices = {str(letter): plain_text(text) for letter, text in pairs}
     right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in choices.items())
     require(
         right and len(choices) == len(pairs),
@@ -439,7 +439,7 @@ def _with_choices(text, choices, where):
 def _letter_of(gold, choices, fields, where):
     """Returns the letter of the right choice. gold: an index from 0, a letter, or the text of a choice"""
     if _is_number(gold):
-        index = _plain_text(gold) or ""
+        index = plain_text(gold) or ""
         found = list(choices)[int(index) :][:1] if index.isdecimal() else []
         raw = _first(fields, "choices", "options")
         if gold in raw:  # the number may also be a choice itself

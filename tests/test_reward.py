@@ -740,6 +740,13 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
     assert f"by zero ({tmp_path}/my.py, line 2)" in lines[-1]
 
 
+def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
+    rows = [{"response": boxed("5"), "answer": answer, "dataset": None} for answer in (5, 5.0, "5", 6)]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward.dry_run(f"{tmp_path}/r.jsonl")
+    assert "mean math 0.7500" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("[1]", "row 2 can't be graded (TypeError"), ("{", "row 2 can't be read"),
     ('{"response": "x"}', "row 2 can't be graded (KeyError: 'answer')"),
