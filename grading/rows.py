@@ -22,7 +22,8 @@ Optional fields:
 
 Wrong rows raise a UserError that names the file and up to MOST_ERRORS rows. A prompt has only the problem and
 its choices, so a row with another field that belongs to the question, such as `passage`, is refused. A
-warning names the other fields that no prompt shows, except those that QUIET lists.
+warning names the other fields that no prompt shows, except those that QUIET lists. Another warning counts the
+rows in which two fields have different gold answers.
 """
 
 import itertools
@@ -32,13 +33,14 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from configs import UserError, data_file, explained, require
-from grading.answers import KINDS, extract, grade
+from grading.answers import KINDS, extract, grade, quick_grade
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")
@@ -85,6 +87,7 @@ class Row:
     dataset: str  # name of the data set, or ""
     # Name and hash of each field that no prompt shows. Rows that differ in such a field are no repeats.
     unused: tuple[tuple[str, int], ...] = ()
+    differs: bool = False  # whether two fields have different gold answers
     fields: str = ""  # the whole row as JSON, if `keep_fields` was set in `problem_rows`
 
     @property
@@ -187,7 +190,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     _check_text(answer, "answer", gold, row, where)
     dataset = _dataset(fields, where)
     unused = _unused(fields, problem, turns, where)
-    return Row(turns, answer.strip(INVISIBLE), kind, dataset, unused)
+    differs = not choices and _differs(fields, answer, kind)
+    return Row(turns, answer.strip(INVISIBLE), kind, dataset, unused, differs)
 
 
 def _unused(fields, problem, turns, where):
@@ -365,9 +369,20 @@ def _answer(fields, kind, where):
     return text
 
 
+def _differs(fields, answer, kind):
+    """Returns whether another field of the row has a gold answer that is certainly not equal to `answer`."""
+    golds = [{name: fields[name]} for name in ANSWER if fields.get(name) is not None]
+    for gold in golds[1:]:  # `answer` is from the first one
+        with suppress(UserError):  # a solution without a boxed answer
+            other = _answer(gold, kind, "")
+            if other and other != answer and quick_grade(other, answer, kind) is False:
+                return True
+    return False
+
+
 def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str]:
-    """Returns warnings, one line each, about problems with a match of `special`, and about fields that no
-    prompt shows.
+    """Returns warnings, one line each, about problems with a match of `special`, about gold answers that
+    differ, and about fields that no prompt shows.
 
     rows: (number, Row) of one file"""
     lines = []
@@ -377,6 +392,11 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
             f"the problem has chat markup or special tokens in {len(marked)} of "
             f"{len(rows)} rows, first in row {marked[0]}"
         )
+    # The first field of ANSWER counts.
+    differing = [number for number, row in rows if row.differs]
+    if differing:
+        count = f"{len(differing)} of {len(rows)} rows, first in row {differing[0]}"
+        lines.append(f"two fields have different gold answers in {count}")
     unused = Counter()
     for _, row in rows:
         unused.update(name for name, _ in row.unused)

@@ -623,6 +623,18 @@ def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, 
     told_of([ROW_OF | row], tokenizer, tmp_path, replace(CFG, template="chat"))
 
 
+@pytest.mark.parametrize("row,differs", [
+    ({"answer": "41", "ground_truth": "42"}, True), ({"answer": "41", "solution": r"So \boxed{42}."}, True),
+    ({"answer": "42", "reward_model": {"ground_truth": "41"}}, True), ({"answer": "42"}, False),
+    ({"answer": r"\frac{1}{2}", "solution": r"So \boxed{0.5}."}, False),
+    ({"answer": "41", "solution": "So it is 42."}, False),  # a solution without a box may be anything
+    ({"answer": 42, "ground_truth": ["42"], "solution": "We add.\n#### 42"}, False),
+    ({"choices": ["41", "42"], "answer": 1, "solution": r"So \boxed{B}."}, False)])
+def test_gold_answers_that_differ_are_told(row, differs, tokenizer, tmp_path):
+    _, (*lines, _) = told_of([ROW_OF | {"answer": "7"}, {"prompt": "40+2="} | row], tokenizer, tmp_path)
+    assert lines == ["two fields have different gold answers in 1 of 2 rows, first in row 2"] * differs
+
+
 def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
     quiet = """id ID idx index uuid problem_id unique_id source sources data_source source_dataset url level
         difficulty type problem_type question_type subject topic category domain tags split license language
@@ -630,7 +642,7 @@ def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
         is_reasoning_complete correctness_math_verify solution rationale explanation generations messages
         answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
     told = "question_concat unit hint facts system_prompt equation name source_text message mc_choices"
-    fields = {name: "not shown" for name in f"{quiet} {told}".split()}
+    fields = {name: "not shown" for name in f"{quiet} {told}".split()} | {"ground_truth": ROW_OF["answer"]}
     rows = [ROW_OF | {"question": f"{i}?"} | (fields if i % 2 else {}) for i in range(8)]
     rows[0]["prompt"] = "the problem, and not the question"
     _, (line, _) = told_of(rows, tokenizer, tmp_path)
