@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, read_json, show
+from configs import Config, Say, read_json, require, show
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -239,9 +239,18 @@ def state_of(
     inputs: Inputs,
     saved: Facts,
 ) -> Facts:
-    """Returns the content of state.json, without the step. Raises UserError if ranks read different files."""
+    """Returns the content of state.json, without the step. Raises UserError if ranks read different files, or
+    if an evaluation set of the checkpoint has another name now."""
     read, noted = facts_of(cfg, *inputs, terms_of(cfg))
     check_same("reads", read | noted, "the same files on every machine")
+    before = {mark: name for name, mark in saved["read"].items() if name.startswith("--eval_data ")}
+    for name in map("--eval_data {}".format, inputs.held_out):
+        old = before.get(read[name], name)
+        require(
+            old in read,
+            f"{old} of the checkpoint would get another name, {name}",
+            "its old file name, and another name for a new file (ln -s FILE OTHER.jsonl)",
+        )
     # Problems that were solved in the interrupted step do not count, because the step is repeated.
     solved = {int(i): step for i, step in saved["solved"].items() if step <= saved["step"]}
     # A run may be resumed without an evaluation set or a model that it read before. The old entry of "read"

@@ -599,6 +599,12 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, res
         (tmp_path / f"{name}.jsonl").write_text(open(base.data[0]).readline())
     found, = run_ranks(1, ranks.prepared, dataclasses.replace(again, eval_data=(f"{tmp_path}/train.jsonl",)))
     assert re.search("--eval_data train: [0-9a-f]{8} -> [0-9a-f]{8}", found)
+    twin = tmp_path / "twin" / os.path.basename(base.eval_data[0])  # both sets would have longer names
+    twin.parent.mkdir()
+    shutil.copy(f"{tmp_path}/train.jsonl", twin)
+    more = dataclasses.replace(again, eval_data=(*base.eval_data, str(twin)))
+    found, = run_ranks(1, ranks.prepared, more)
+    assert re.search(r"--eval_data \w+ of the checkpoint would get another name, --eval_data \w+-", found)
     found, = run_ranks(1, ranks.prepared, again)
     assert equal(found, resumed(1)[0])
     output = capfd.readouterr().out
