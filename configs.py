@@ -140,9 +140,8 @@ Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]
 Beta = Annotated[float, Range(0, 0.999999)]  # AdamW refuses 1
 Seconds = Annotated[float, Range(0, 1e7, above=True)]  # the timers of the system have limits
-COLDEST = (
-    0.01  # vLLM's lowest temperature above 0; for a much lower one, fp32 logits become infinite
-)
+# vLLM's lowest temperature above 0. With a much lower one, logits in fp32 become infinite.
+COLDEST = 0.01
 Advantage = Literal[
     "group_mean_std",
     "group_mean",
