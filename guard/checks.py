@@ -319,7 +319,8 @@ def first_look(
     """Prints three prompts of the first step, each with one response. Also prints how many responses were
     correct, wrong, truncated and so on.
 
-    Without --go, raises UserError if more than half of the responses were cut by length, or if all score 0.
+    Without --go, raises UserError if more than half of the responses were cut by length, or if all have the
+    same reward of at most 0.
 
     batch: prompts of the step. samples: this rank's responses. errors: messages of its grader"""
     shown = dist.gather_all(s for s in samples if s.sample_id == 0 and s.prompt_id < 3)
@@ -352,8 +353,9 @@ def first_look(
     if reasons["error"] > len(rewards) / 2:
         remedies = "a --reward (or --env) without errors"
     from_teacher = not any(term.weight for term in terms_of(cfg))
+    is_hopeless = max(rewards) <= 0 and len({*rewards}) == 1 and not from_teacher
     require(
-        cfg.go or ((any(rewards) or from_teacher) and not mostly_cut),
+        cfg.go or not (is_hopeless or mostly_cut),
         found,
         f"{finds}{remedies}, or --go to train anyway",
     )

@@ -225,6 +225,9 @@ def digits(response, answer, kind):
 def odd(response, answer, kind):
     return 1.0 if int(answer) % 2 else digits(response, answer, kind)
 
+def penalty(response, answer, kind):
+    return -1.0
+
 def broken(response, answer, kind):
     return response.no_such_attribute
 

@@ -119,11 +119,12 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
 @pytest.mark.parametrize("changes,words", [
     (dict(reward=("math",)), ["of the first 32 responses: ", " unparsed", "needed: answers that", "--go"]),
     (dict(stop=()), ["of the first 32 responses: ", " truncated, ", "--go"]),
-    (dict(reward=("broken",)), [": 32 error; first error", "needed: a --reward (or --env) without errors"])],
-    ids=["none right", "most cut", "all errors"])
+    (dict(reward=("broken",)), [": 32 error; first error", "needed: a --reward (or --env) without errors"]),
+    (dict(reward=("penalty",)), [" wrong", "--go"])],
+    ids=["none right", "most cut", "all errors", "all the same penalty"])
 def test_a_hopeless_start_is_refused_before_anything_is_trained(base, tmp_path, capfd, changes, words):
-    if "broken" in changes.get("reward", ()):
-        changes = {"reward": (base.reward[0].replace("digits", "broken"),)}
+    if changes.get("reward", ("math",)) != ("math",):
+        changes = {"reward": (base.reward[0].replace("digits", *changes["reward"]),)}
     cfg = dataclasses.replace(base, out=str(tmp_path / "o"), eval_data=(), go=False, **changes)
     messages = run_ranks(2, main, cfg)
     assert messages[0] == messages[1] and "\n" not in messages[0], messages
