@@ -526,7 +526,8 @@ def find(out: Path, resume: str) -> Path | None:
         return newest
     if not newest:
         return named(resume)
-    _, path = _attempt(named, resume)  # None: the checkpoint that this run began from is gone
+    # path is None if --resume names no checkpoint (any more). That is no error, since `out` has a newer one.
+    _, path = _attempt(named, resume)
     require(
         path not in [p.resolve() for p in older],
         f"--resume {resume} is older than the newest checkpoint, {newest}",
@@ -666,7 +667,8 @@ def check_export_path(out: Path) -> None:
 def export_hf(
     weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path, facts: Facts
 ) -> None:
-    """Writes the Hugging Face folder `out`, with weights in bf16. All ranks must call this function.
+    """Writes the Hugging Face folder `out`, with weights in bf16 (names of dist.FP32: fp32). All ranks must
+    call this function.
 
     source: folder of the base model
     facts: the result of `marker`

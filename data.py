@@ -559,7 +559,7 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
         text=s.text + text,
         turns=s.turns + 1,
         turn_start=len(s.ids) + len(ids),
-        earlier=(*s.turn_texts, text),
+        earlier=(*s.turn_texts, text),  # all texts so far; the new turn is still empty
     )
 
 

@@ -274,7 +274,7 @@ def check_function(spec: str, known: Sequence[str]) -> None:
             wrong = [word for word in names[:plain] if word not in known]
             needed = f"some of {', '.join(known)}"
             if known is SCORE:
-                needed += RENAME
+                needed += RENAME  # it may be a function for verl or TRL
             require(not wrong, f"{spec} has the parameters {', '.join(wrong)}", needed)
 
 

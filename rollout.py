@@ -443,6 +443,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
                 return set(ready[: cfg.samples_per_step])
         elif not unfinished:
             return set(ready)
+        # Deal the unfinished trajectories anew, so that all ranks have about as many for the next round.
         if in_lockstep:
             trajectories.move(moves(open_keys))
 
@@ -591,7 +592,8 @@ def set_names(paths: Sequence[str]) -> list[str]:
         if repo:
             stem = f"{Path(repo).name}-{stem}"
         folder = Path(repo).parent / Path(file).parent
-        parts.append([*folder.parts, stem])
+        inside = folder.relative_to(folder.anchor)  # without the root "/"
+        parts.append([*inside.parts, stem])
     for n in range(1, 1 + max(map(len, parts), default=1)):
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):

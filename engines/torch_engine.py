@@ -250,7 +250,7 @@ class Rows(Cache):
         self.column = 0  # the next decoding step writes this column of each row
 
     def admit(self, r: Response) -> bool:
-        """Give `r` a row: the row of its prompt, if another response that is still unread has it."""
+        """Give `r` a row. Responses to the same prompt share a row if the same prefill reads them."""
         for other in self.unread:
             if other.prompt == r.prompt:
                 r.pages = other.pages
@@ -713,6 +713,7 @@ class TorchEngine(Engine):
                 break
             new.append(waiting.popleft())
         if new:
+            # of the prompts in cache.unread, which `admit` has filled
             self._prefill(slots.cache)
             slots.add(new, seed)
         elif not slots.responses and waiting:
@@ -823,13 +824,15 @@ class TorchEngine(Engine):
 
     def _look(self, slots, recent):
         """Append the sampled tokens to their responses. Returns the responses that have ended. Their slots
-        and pages are then free. recent: see Slots.copy."""
+        and pages are then free.
+
+        recent (slots, 2, steps): the token ids and log-probs sampled since the last look (see Slots.copy)"""
         ended = []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()
         steps = ids.shape[1]
         logp = recent[:, 1].tolist()
-        # The last responses may be too new to have tokens.
+        # The last responses may be missing in `recent`: they were added after the previous look.
         of_slots = zip(slots.responses, ids.tolist(), logp, may_end, strict=False)
         for r, new_ids, new_logp, may in of_slots:
             r.ids += new_ids
@@ -843,6 +846,7 @@ class TorchEngine(Engine):
             slots.keep([j for j, r in enumerate(slots.responses) if r not in gone])
         count = len(slots.responses)
         last = slots.inputs[:count, 0]  # sampled tokens
+        # With Rows: if slots that share a row sampled different tokens, each token gets a copy of the row.
         slots.cache.split(last, bool(ended))
         return ended
 

@@ -260,8 +260,8 @@ def _import_function(spec, known):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the function, and facts about it:
 
         names       names of its parameters
-        seconds     deadline of a call in wall time, if the author sets it, else 0 (see Grader)
-        parallel    number of parallel calls; 0 without `seconds`
+        seconds     the variable `seconds` of the user's file: a call's deadline in wall time; 0 if missing
+        parallel    its variable `parallel` (default 16): number of parallel calls; 0 without `seconds`
         files       see `_user_files`
 
     known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""

@@ -77,8 +77,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
 
     - is in use or not writable
     - is not empty, with --resume never (allowed after a restart by torchrun)
-    - has a file or folder named in WRITTEN, but no complete checkpoint. (Of a run that has saved no
-      checkpoint, only the folder export/ counts.)
+    - has no complete checkpoint, but a file or folder named in WRITTEN, which this run would replace. If a
+      run of torz wrote the folder (see `is_run`), only export/ is protected.
     - has files in export/policy or export/critic that no export wrote"""
     folder = lock.file.parent
     with explained(f"can't write to {folder}", "--out with a writable folder", OSError):
@@ -90,8 +90,8 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
             "an empty --out, or --resume auto",
         )
         if not ckpt.complete(folder):
-            kept = ["export"] if is_run(folder) else WRITTEN
-            foreign = ", ".join(name for name in found if name in kept)
+            protected = ["export"] if is_run(folder) else WRITTEN
+            foreign = ", ".join(name for name in found if name in protected)
             require(
                 not foreign,
                 f"{folder} has {foreign}, which a new run would replace",

@@ -72,7 +72,8 @@ def facts_of(
         "problems (--data, --template, --reward)": fingerprint(problems),
         "chat template": template_hash(tokenizer, cfg.template),
         "--reward": [f"{t.name}={t.weight} {t.kind} {t.dataset}" for t in terms],
-        # The other functions are the names of their terms. Old checkpoints lack this fact.
+        # A term without DATASET@ has the name of its function, so "--reward" has it. A checkpoint without
+        # this fact can still be resumed: `differences` skips facts that the old side lacks.
         "DATASET@ functions of --reward": [t.custom.rpartition(":")[2] for t in terms if t.dataset],
         "--env": cfg.env.rpartition(":")[2],
         "files of --reward and --env": [*grader.files.values()],

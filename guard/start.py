@@ -314,7 +314,7 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
                 bases[owner] = load_model(path, device, frozen)
             model = Adapted(bases[owner], cfg.seed, who == "critic").to(world.device)
             if who == "ref" and not cfg.keeps_ref:
-                model.adapters.clear()  # they would stay 0
+                model.adapters.clear()  # this ref is the base and never changes: they would stay 0
         else:
             model = load_model(path, device, shard)
         roles[who] = Role(who, model, None)

@@ -290,10 +290,11 @@ def test_a_table_has_intervals_and_paired_differences(tmp_path, monkeypatch, cap
     assert lines[0] == r"\begin{tabular}{lrrrrr}" and lines[-1] == r"\end{tabular}"
     assert lines[1] == r"recipe & runs & reward & $\pm$ 95 \% & minus the first & $\pm$ 95 \% \\"
     assert lines[3] == r"-{}-clip\_high 0.28 & 5 & 0.2000 & 0.0000 & 0.0000 & 0.0000 \\"
-    rows = [["--system_prompt a\\boxed{}.\n\n~1 & $2^3 #_% ---"]]
+    rows = [["--system_prompt a\\boxed{}.\n\n~1 & $2^3 #_% <a|b> ---"]]
     report.write_table(rows, tmp_path / "t.tex")
     assert (tmp_path / "t.tex").read_text().splitlines()[1] == (
-        r"-{}-system\_prompt a\textbackslash{}boxed\{\}. \textasciitilde{}1 \& \$2\^{}3 \#\_\% -{}-{}- \\")
+        r"-{}-system\_prompt a\textbackslash{}boxed\{\}. \textasciitilde{}1 \& \$2\^{}3 \#\_\% "
+        r"\textless{}a\textbar{}b\textgreater{} -{}-{}- \\")
     with pytest.raises(UserError, match="has no metric nothing; needed: --metric of"):
         report_on(tuple(runs), tmp_path / "t.tex", "nothing")
     (runs[1] / "metrics.jsonl").write_text(json.dumps({"step": 0, "eval/e/avg@2": 1.0}))  # a run in progress

@@ -534,7 +534,7 @@ def test_evaluation_sets_of_one_name_are_told_apart(tokenizer, tmp_path):
              ["main-gsm8k-test", "socratic-gsm8k-test"]),
             ([f"{owner}/math:{part}" for owner in "ab"], ["a-math-test", "b-math-test"]),
             (["aime24/test.jsonl", "math/test.jsonl", "x.json"], ["aime24-test", "math-test", "x"]),
-            ([], [])):
+            (["/x.json", "/a/x.json"], ["x", "a-x"]), ([], [])):
         assert rollout.set_names(files) == names
     for twice in ([paths[0], paths[0]], ["d.json", "d.jsonl"]):
         with pytest.raises(UserError, match="two files of --eval_data have the same name"):

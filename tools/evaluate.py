@@ -386,7 +386,9 @@ class Candidate:
 
 
 def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
-    """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used."""
+    """Returns the candidate for cfg.model. Raises UserError if the model or the problems can't be used.
+
+    keep_fields: whether each Problem keeps its row of the data file, for graders that read `row`"""
     path = resolve(cfg.model)
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)

@@ -759,7 +759,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     gathered = 2 * max(root, policy.layer)
     if case.shards > 1:
         gathered += gathered / 2 / case.shards
-    elif case.cfg.lora:  # for merging: copies of one matrix, some of them in fp32
+    elif case.cfg.lora:
+        # Merging the adapters copies one matrix, partly in fp32: 8 times its size in all.
         gathered = 8 * policy.hidden * policy.inner
     # While vLLM loads the embedding, or the output layer, it has this matrix two more times
     # (VLLMEngine.load). If both are tied, it also keeps the memory of an output layer.
@@ -975,11 +976,11 @@ def _passes(case, name, prompt, response):
         shape.attention_layers,
         shape.q,
         tokens,
-        tokens * length,
+        tokens * length,  # sum of the squared lengths: tokens / length samples, each of length²
     )
     flop += tokens * _delta_flops(shape.delta)  # the linear attention of Qwen3.5
     device = flop / (MFU * case.gpu.flops)  # of the layers' forward pass
-    host = layers * LAYER_HOST
+    host = layers * LAYER_HOST  # of a forward and a backward pass together
     if case.shards > 1:
         host += layers * FSDP_HOST
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A

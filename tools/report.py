@@ -67,7 +67,7 @@ def _values(runs, name):
 def _flags(run):
     """Returns a run's flags without `seed` and `out`, and its packages, code and data, as a dict:
     --name -> text."""
-    config = read_json(run / "config.json", {"versions": dict})
+    config = read_json(run / "config.json", {"versions": dict})  # UserError if versions is no dict
     config |= config.pop("versions", {})
     flags = {}
     for name, value in config.items():
@@ -295,11 +295,12 @@ def _last_values(runs, metric):
 
 # Signs with a meaning in LaTeX -> how to print them
 TEX = {"\\": r"\textbackslash{}", "^": r"\^{}", "~": r"\textasciitilde{}", "±": r"$\pm$"}
+TEX |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 TEX |= {sign: f"\\{sign}" for sign in "_%#&${}"}
 
 
 def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
-    """Write the rows as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
+    """Write the rows of `table` (six cells each) as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
     if to.suffix == ".csv":
         with to.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(rows)
