@@ -1027,7 +1027,7 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     except Undecided:
         return None
     ours, theirs = map(PARAMETER.search, (answer, gold))
-    if not ours or not theirs or theirs[1] in _variables(answer):
+    if not ours or not theirs or theirs[1] in {ours[1], *_variables(answer)}:
         return False
     renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
     return quick_grade(renamed, gold, kind, prove)
@@ -1316,7 +1316,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
         1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
-    from sympy import Eq, cancel, numer, together
+    from sympy import Eq, cancel, nan, numer, together
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
@@ -1326,8 +1326,12 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         allowed = {"power" in needed and "product", "^" in gold and "=" in gold and "power"}
         if left is None or tolerance is None and _calculations(answer) - needed - allowed:
             return False
-        if left.is_number and right.is_number and r"\infty" not in answer + gold:
-            a, b = left.doit(), right.doit()
+        numbers = [side.doit() for side in (left, right) if side.is_number]
+        # `verify` may call 2*\infty equal to any number.
+        if any(number is nan or number.is_infinite for number in numbers):
+            return left == right
+        if len(numbers) == 2 and r"\infty" not in answer + gold:
+            a, b = numbers
             decimal = "." in gold or "." in answer and _number(answer)
             if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
                 return a == b

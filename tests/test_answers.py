@@ -537,6 +537,14 @@ def test_an_identity_equals_no_equation(identity):
     assert not any(grade(identity, gold) for gold in golds)
 
 
+@pytest.mark.parametrize("answer", [
+    r"2\infty", r"\frac{\infty}{2}", r"\infty\cdot\pi", r"0\infty", r"\infty-\infty", r"2^{\infty}"])
+def test_a_calculation_with_infinity_equals_nothing(answer):
+    """math-verify calls some of them equal to some numbers, but not each time."""
+    golds = (r"\ln 2", r"\frac{\pi}{4}", "e^5", r"2\pi", r"\infty", "0", "x+1")
+    assert not any(grade(answer, gold) for gold in golds * 2)
+
+
 def test_only_one_rounding_may_follow_an_answer():
     assert grade(r"\frac56\approx0.83", "0.83")
     assert not grade(r"\frac56\approx0.82\approx0.83\approx0.84", "0.83")
@@ -545,6 +553,7 @@ def test_only_one_rounding_may_follow_an_answer():
 @pytest.mark.parametrize(("answer", "gold"), [
     ("6=110_2", "110_2"), (r"3=\text{no}", "no"), (r"\frac{0\pi}{0}", r"\pi"),
     (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"),
+    (r"\inftyBk\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"),
     (r"y=4+\left[\begin{array}{c}1\\-3\end{array}\right]", "x^2+y^2=25")])
 def test_no_answer_raises(answer, gold):
     assert not grade(answer, gold)
