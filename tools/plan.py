@@ -393,19 +393,15 @@ class Case:
         response = self.cfg.max_response_len
         return self.cfg.model_len - response, response
 
-    @property
-    def minibatch(self) -> int:
-        """Largest number of tokens of a rank's part of a minibatch."""
-        cfg = self.cfg
-        tokens = cfg.samples_per_step * cfg.model_len
-        return math.ceil(tokens / (cfg.minibatches * self.world))
+    def minibatch(self, length: float) -> float:
+        """Returns the tokens of a rank's part of a minibatch. length: mean tokens of a sample"""
+        parts = self.cfg.minibatches * self.world
+        return self.cfg.samples_per_step * length / parts
 
-    def packs(self, length: float) -> float:
+    def packs(self, length: float) -> int:
         """Returns the number of a rank's packs in a step. length: mean tokens of a sample"""
-        cfg = self.cfg
-        parts = cfg.minibatches * self.world
-        tokens = cfg.samples_per_step * length / parts
-        return cfg.minibatches * math.ceil(tokens / cfg.pack_len)
+        of_minibatch = math.ceil(self.minibatch(length) / self.cfg.pack_len)
+        return self.cfg.minibatches * of_minibatch
 
     @property
     def shards(self) -> int:
@@ -570,7 +566,7 @@ def _pack_lengths(case):
     found = [least]
     if case.timed and not case.cfg.pack_len:
         for length in (2 * least, 4 * least):
-            if length < 2 * case.minibatch:
+            if length < 2 * case.minibatch(case.cfg.model_len):
                 found.append(length)
     return found
 
@@ -678,7 +674,7 @@ def _update_instants(case, name, recompute):
     root = params - shape.layers * shape.layer
     vocab = shape.vocab if name == "policy" else 0  # the critic makes no logits
     head = whole * d * max(vocab, 1)
-    tokens = min(case.cfg.pack_len, case.minibatch)  # of the largest pack
+    tokens = min(case.cfg.pack_len, case.minibatch(case.cfg.model_len))  # of the largest pack
     per_token, again = _per_token(case, shape, recompute)
     activations = tokens * (per_token + 2 * b * d)
     # A layer's backward pass also holds the gradients of down_proj's input and of the MLP's gate and up
