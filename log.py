@@ -269,7 +269,6 @@ class Logger(contextlib.AbstractContextManager):
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows for the next step, and log an
         alarm."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         try:
@@ -280,9 +279,8 @@ class Logger(contextlib.AbstractContextManager):
                 # purge_step: from this step on, TensorBoard hides the rows that an interrupted run wrote.
                 if self.writer is None:
                     self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
-                values = [Summary.Value(tag=name, simple_value=x) for name, x in row.items()]
-                # once a row, because `add_scalar` takes eight times as long
-                self.writer.file_writer.add_summary(Summary(value=values), row["step"])
+                for name, x in row.items():
+                    self.writer.add_scalar(name, x, row["step"])
         except OSError as e:
             text = f"can't write metrics.jsonl or tb/ ({e.strerror}); the next step tries again"
             self.alarm(text, step)
