@@ -467,11 +467,9 @@ class Case:
     @cached_property
     def recompute(self) -> dict[str, int]:
         """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
-        found = {}
-        for name in self.models:
-            name_of_base = "policy" if self.shared else name
-            found[name] = recomputed_layers(self, name_of_base)
-        return found
+        return {
+            name: recomputed_layers(self, "policy" if self.shared else name) for name in self.models
+        }
 
 
 def recomputed_layers(case: Case, name: str) -> int:
@@ -503,41 +501,29 @@ def settle(case: Case) -> Config:
     If nothing fits, it returns the values that need the least memory."""
     cfg = case.cfg
     if case.gpu and cfg.engine == "auto":
-        chosen = replace(cfg, engine=faster_engine(case))
-        return replace(case, cfg=chosen).cfg
+        return _with_engine(case, faster_engine(case)).cfg
     shards = [cfg.shard_ranks]
     if cfg.shard_ranks == "auto":
         shards = [0] if case.world % case.local else [case.local, 0]
     places = [cfg.offload]
     if cfg.offload == "auto":
         places = ["off", "on"] if case.gpu else ["off"]
-    packs = _pack_lengths(case)
+    least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
     for ranks, place in product(shards, places):
-        found = {}  # config -> seconds of a step
-        for length in packs:
-            choice = replace(
-                cfg,
-                shard_ranks=ranks,
-                offload=place,
-                pack_len=length,
-            )
-            if choice == cfg:  # nothing is to be chosen
-                return cfg
-            planned = replace(case, cfg=choice)
-            if _leaves_room(planned):
-                found[choice] = 0.0
-                if case.timed:
-                    found[choice] = seconds(planned, *planned.longest)["step"]
-        enough = 1.001 * min(found.values(), default=0.0)
-        for choice in reversed(found):
-            if found[choice] <= enough:
-                return choice
-    return replace(
-        cfg,
-        shard_ranks=shards[-1],
-        offload=places[-1],
-        pack_len=packs[0],
-    )
+        choice = replace(cfg, shard_ranks=ranks, offload=place, pack_len=least)
+        if choice == cfg:  # nothing is to be chosen
+            return cfg
+        if _leaves_room(replace(case, cfg=choice)):
+            break
+    if cfg.pack_len or not case.timed:
+        return choice
+    times = {}  # pack_len -> seconds of a step
+    for length in (least, 2 * least, 4 * least):
+        planned = replace(case, cfg=replace(choice, pack_len=length))
+        if length < 2 * case.minibatch(cfg.model_len) and _leaves_room(planned):
+            times[length] = seconds(planned, *planned.longest)["step"]
+    fast = [length for length in times if times[length] <= 1.001 * min(times.values())]
+    return replace(choice, pack_len=max(fast, default=least))
 
 
 def faster_engine(case: Case) -> str:
@@ -551,24 +537,15 @@ def faster_engine(case: Case) -> str:
     measured = measured and cfg.tp == 1 and not (cfg.env or cfg.round_len)
     if not (measured and case.timed):
         return "vllm"
-    times = {}
-    for engine in ("vllm", "torch"):
-        planned = replace(case, cfg=replace(cfg, engine=engine))
-        times[engine] = seconds(planned, *_quarter(cfg))["step"]
-        if engine == "torch" and not _leaves_room(planned):
-            return "vllm"
-    return "torch" if times["torch"] < 0.9 * times["vllm"] else "vllm"
+    lengths = _quarter(cfg)
+    torch = _with_engine(case, "torch")
+    vllm = _with_engine(case, "vllm")
+    faster = seconds(torch, *lengths)["step"] < 0.9 * seconds(vllm, *lengths)["step"]
+    return "torch" if faster and _leaves_room(torch) else "vllm"
 
 
-def _pack_lengths(case):
-    """Returns the values to choose from for --pack_len 0, or the flag's value."""
-    least = case.cfg.pack_len or max(PACK_LEN, case.cfg.model_len)
-    found = [least]
-    if case.timed and not case.cfg.pack_len:
-        for length in (2 * least, 4 * least):
-            if length < 2 * case.minibatch(case.cfg.model_len):
-                found.append(length)
-    return found
+def _with_engine(case, engine):
+    return replace(case, cfg=replace(case.cfg, engine=engine))
 
 
 def _leaves_room(case):
@@ -1193,8 +1170,7 @@ def engine_choice(case: Case) -> str:
     engines = ["vllm"] if cfg.tp > 1 or case.state_bytes else ["vllm", "torch"]
     times = []
     for engine in engines:
-        planned = replace(case, cfg=replace(cfg, engine=engine))
-        time = decode_seconds(planned, *_quarter(cfg))
+        time = decode_seconds(_with_engine(case, engine), *_quarter(cfg))
         times.append(f"{engine} {time:,.1f} s")
     return f"engine: {cfg.engine}; a rollout of quarter length: {', '.join(times)}"
 
@@ -1254,7 +1230,7 @@ def plan_of(case: Case) -> Plan:
     if case.timed and case.world > 1:
         plan["network, full length"] = _network_rows(case)
         if case.world > case.local:
-            machine = case.between * 8e-9 / LINK  # of the link, not the share that NCCL reaches
+            machine = cfg.network or case.gpu.network
             plan["run"]["network of a machine"] = f"{machine:,.0f} Gb/s (--network)"
     return plan
 
