@@ -116,16 +116,27 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     names = set(map(model_name, models))
     require(len(names) == len(models), "the same model twice", "each model once")
     # Some flags are allowed only with a certain template, so the models' own replaces the preset's.
-    trained = next(filter(None, map(_trained, models)), {})
-    form = ["--template", trained.get("template", Config.template)]
-    words = [*PRESET, *form, "--model", models[0], "--eval_data", *files, "--out", "", *flags]
+    exports = list(filter(None, map(_trained, models)))
+    template = exports[0]["template"] if exports else Config.template
+    words = [
+        *PRESET,
+        "--template",
+        template,
+        "--model",
+        models[0],
+        "--eval_data",
+        *files,
+        "--out",
+        "",
+        *flags,
+    ]
     cfg = parse(words, "tools.evaluate", EvalConfig)
     given = given_flags(flags)
     check_flags(cfg, given)
     # The default stop strings fit --template orz.
     if cfg.template == "chat" and "stop" not in given:
         cfg = replace(cfg, stop=())
-    cfg = replace(cfg, **as_trained(models, given, prompt_form(cfg.template)))
+    cfg = replace(cfg, **as_trained(exports, given, prompt_form(cfg.template)))
     return [replace(cfg, model=model) for model in models]
 
 
@@ -158,12 +169,14 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
         )
 
 
-def as_trained(models: Sequence[str], given: Collection[str], form: str) -> dict[str, Any]:
-    """Returns a dict: flag -> the value with which the models were trained (from torz.json). It has the flags
-    that are in EVAL_FLAGS and not in `given`. form: the text of --template, if this flag is in `given`.
-    Raises UserError if two models were trained with different settings."""
+def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> dict[str, Any]:
+    """Returns a dict: flag -> the value with which the models were trained. It has the flags that are in
+    EVAL_FLAGS and not in `given`. Raises UserError if two models were trained with different settings.
+
+    exports: the content of each export's torz.json
+    form: the text of --template, if this flag is in `given`"""
     found = {}
-    for facts in filter(None, map(_trained, models)):
+    for facts in exports:
         template = facts["template"]
         unused = set(given)
         inside = [name for name in ("system_prompt", "date") if facts.get(name)]
