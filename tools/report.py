@@ -255,10 +255,8 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     first = {}
     for group, own in zip(groups, flags, strict=True):
         scores = _last_values(group, metric)
+        gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         first = first or scores
-        gaps = []
-        if scores is not first:
-            gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         words = []
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
@@ -320,8 +318,10 @@ def story(run: Path) -> str:
     lines = _summary(run)
     files = _files(run, "eval")
     if len(files) > 1:
-        first, last = (_first_responses(file) for file in (files[0], files[-1]))
-        for problem in [problem for problem in first if problem in last][:3]:
+        first = _first_responses(files[0])
+        last = _first_responses(files[-1])
+        both = [problem for problem in first if problem in last]
+        for problem in both[:3]:
             base = first[problem]
             trained = last[problem]
             lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
