@@ -417,15 +417,12 @@ class Case:
     def state(self) -> float:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
         cfg = self.cfg
-        if not cfg.lora:
-            trained = sum(map(self.shard, self.params))
-            return 3 * trained + self.ref * cfg.has_ref
-        # Without flags for other models, the policy's base serves all roles.
         total = self.saved + self.base("policy")
-        if cfg.ref_model:
-            total += self.ref
         if cfg.critic_model:
             total += self.base("critic")
+        # With --lora, the policy's base is also the reference, unless another one is given.
+        if cfg.ref_model or (cfg.has_ref and not cfg.keeps_ref and not cfg.lora):
+            total += self.ref
         return total
 
     @property
@@ -510,7 +507,12 @@ def settle(case: Case) -> Config:
         places = ["off", "on"] if case.gpu else ["off"]
     least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
     for ranks, place in product(shards, places):
-        choice = replace(cfg, shard_ranks=ranks, offload=place, pack_len=least)
+        choice = replace(
+            cfg,
+            shard_ranks=ranks,
+            offload=place,
+            pack_len=least,
+        )
         if choice == cfg:  # nothing is to be chosen
             return cfg
         if _leaves_room(replace(case, cfg=choice)):
@@ -520,9 +522,11 @@ def settle(case: Case) -> Config:
     times = {}  # pack_len -> seconds of a step
     for length in (least, 2 * least, 4 * least):
         planned = replace(case, cfg=replace(choice, pack_len=length))
-        if length < 2 * case.minibatch(cfg.model_len) and _leaves_room(planned):
+        useful = length < 2 * case.minibatch(cfg.model_len)  # no pack is longer than a minibatch
+        if useful and _leaves_room(planned):
             times[length] = seconds(planned, *planned.longest)["step"]
-    fast = [length for length in times if times[length] <= 1.001 * min(times.values())]
+    enough = 1.001 * min(times.values(), default=0.0)
+    fast = [length for length in times if times[length] <= enough]
     return replace(choice, pack_len=max(fast, default=least))
 
 
