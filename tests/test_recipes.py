@@ -554,7 +554,7 @@ def test_the_help_has_the_flags_that_evaluation_reads(capsys):
     text = capsys.readouterr().out
     assert "\n    python -m tools.evaluate MODEL [MODEL …] DATA [DATA …] [--flags]\n" in text
     assert e.value.code == 0 and max(map(len, text.splitlines())) <= 80
-    assert set(re.findall(r"^  --(\w+): \S", text, re.M)) == set(EVAL_FLAGS) - {"out"}
+    assert set(re.findall(r"^  --(\w+): \S", text, re.M)) == set(EVAL_FLAGS)
     assert "the only source of randomness (default: 0)" in text and "(default: (16,))" in text
 
 

@@ -67,9 +67,9 @@ class EvalConfig(Config):
     write_rows: tuple[str, str] | None = None  # 'rate<0.1' FILE: write rows with avg@n < 0.1
 
 
-# The flags that an evaluation uses.
+# The flags that an evaluation uses, besides --out.
 EVAL_FLAGS = """
-    template system_prompt template_args date extractor reward env max_turns seed out
+    template system_prompt template_args date extractor reward env max_turns seed
     max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp
     eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
     device dtype stall_limit go save_logps write_rows
@@ -85,8 +85,6 @@ def show_help() -> None:
     default = parse(PRESET, kind=EvalConfig)
     known = meanings() | meanings(EvalConfig)
     for name in EVAL_FLAGS:
-        if name == "out":
-            continue
         text = f"--{name}: {known[name]} (default: {getattr(default, name)!r})"
         print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="      "))
 
@@ -145,7 +143,7 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
     --write_rows is wrong."""
     for name in given:
         require(
-            name in EVAL_FLAGS,
+            name in (*EVAL_FLAGS, "out"),
             f"--{name} has no effect in evaluation",
             "a flag that python -m tools.evaluate --help lists",
         )
@@ -414,7 +412,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
 
 def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
     """Returns the entries of scores.json that say how a model is evaluated."""
-    flags = {name: getattr(c.cfg, name) for name in EVAL_FLAGS if name != "out"}
+    flags = {name: getattr(c.cfg, name) for name in EVAL_FLAGS}
     flags["engine"] = c.cfg.engine_kind(engine.device.type == "cuda")
     flags["device"] = engine.device.type
     flags["dtype"] = str(engine.dtype).removeprefix("torch.")
