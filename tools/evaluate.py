@@ -33,7 +33,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs import (
     DATA_FILES,
@@ -385,8 +385,7 @@ def make_folders(folders: Sequence[Path]) -> None:
         require(names == ["lock"], f"{folder} is not empty", "an --out that is new or empty")
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
+class Candidate(NamedTuple):
     """A model to evaluate, without its weights."""
 
     cfg: Config  # cfg.model: a folder, or an id of the Hub
