@@ -522,7 +522,8 @@ def settle(case: Case) -> Config:
     times = {}  # pack_len -> seconds of a step
     for length in (least, 2 * least, 4 * least):
         planned = replace(case, cfg=replace(choice, pack_len=length))
-        useful = length < 2 * case.minibatch(cfg.model_len)  # no pack is longer than a minibatch
+        # Otherwise packs of half the length hold the whole minibatch, too.
+        useful = length < 2 * case.minibatch(cfg.model_len)
         if useful and _leaves_room(planned):
             times[length] = seconds(planned, *planned.longest)["step"]
     enough = 1.001 * min(times.values(), default=0.0)
