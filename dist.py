@@ -295,36 +295,17 @@ def forward_in(
     copy is an attribute of its module, which hides the parameter of the same name.
 
     places: module and name of each weight. Output layer and embedding may have the same weight."""
-    weights = [module._parameters[name] for module, name in places]
-    once = list(dict.fromkeys(weights))
-    copies = CastWeights.apply(dtype, *once)
-    copy_of = dict(zip(once, copies, strict=True))
-    for (module, name), weight in zip(places, weights, strict=True):
-        vars(module)[name] = copy_of[weight]
+    copies = {}  # weight -> its copy
+    for module, name in places:
+        weight = module._parameters[name]
+        if weight not in copies:
+            copies[weight] = weight.to(dtype)
+        vars(module)[name] = copies[weight]
     try:
         return forward(*args, **kwargs)
     finally:
         for module, name in places:
             del vars(module)[name]
-
-
-class CastWeights(torch.autograd.Function):
-    """Returns copies of fp32 weights in another dtype. The gradients of the weights are fp32."""
-
-    @staticmethod
-    def forward(ctx, dtype, *weights):
-        return tuple(converted(weights, dtype))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return None, *converted(grads, torch.float32)
-
-
-def converted(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Returns copies in another dtype. On a GPU, this is one kernel for all tensors."""
-    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
-    torch._foreach_copy_(copies, list(tensors))
-    return copies
 
 
 def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
