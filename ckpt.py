@@ -679,9 +679,8 @@ def export_hf(
     state = {}
     for name, tensor in weights:
         if main:
-            # on_host may return pinned memory, which is too scarce for a whole model.
             dtype = dist.pushed_dtype(name, torch.bfloat16)
-            state[name] = dist.on_host(tensor.to(dtype)).clone()
+            state[name] = tensor.to("cpu", dtype, copy=True)
 
     def fill(folder):
         save_torch_state_dict(state, folder)

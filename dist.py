@@ -510,14 +510,6 @@ def all_max(x: Tensor) -> Tensor:
     return all_sum(x, td.ReduceOp.MAX)
 
 
-def on_host(x: Tensor) -> Tensor:
-    """Returns x on the host. Copies from a GPU use pinned memory."""
-    if not x.is_cuda:
-        return x
-    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return pinned.copy_(x)
-
-
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Use it only for small
     objects, because every rank receives all of them."""

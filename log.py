@@ -106,8 +106,7 @@ def _over_ranks(values, reduction):
     if not values:
         return {}
     own = torch.stack([*values.values()])
-    reduced = dist.on_host(reduction(own))
-    return dict(zip(values, reduced.tolist(), strict=True))
+    return dict(zip(values, reduction(own).tolist(), strict=True))
 
 
 # --- metrics of a step's samples

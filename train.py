@@ -693,7 +693,7 @@ def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
     this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
     sums = torch.stack([meter.sums["logp_gap/mean", i] for i in (0, 1)])
-    total, tokens = dist.on_host(dist.all_sum(sums)).tolist()
+    total, tokens = dist.all_sum(sums).tolist()
     gap = total / max(tokens, 1)
     require(
         gap <= cfg.max_logp_gap,  # a NaN gap fails this check too
