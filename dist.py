@@ -556,17 +556,12 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
     for item, rank in zip(items, ranks, strict=True):
         outgoing[rank].append(item)
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
-    sent = []
-    sizes = []
-    for box in outgoing:
-        pickled = bytearray(pickle.dumps(box))
-        sent.append(torch.frombuffer(pickled, dtype=torch.uint8))
-        sizes.append(len(pickled))
-    incoming = torch.empty(len(sizes), dtype=torch.int64)
-    td.all_to_all_single(incoming, torch.tensor(sizes))
-    incoming = incoming.tolist()
+    pickles = [pickle.dumps(box) for box in outgoing]
+    sizes = [len(box) for box in pickles]
+    incoming = [row[td.get_rank()] for row in gather(sizes)]
     inbox = torch.empty(sum(incoming), dtype=torch.uint8)
-    td.all_to_all_single(inbox, torch.cat(sent), incoming, sizes)
+    outbox = torch.frombuffer(bytearray().join(pickles), dtype=torch.uint8)
+    td.all_to_all_single(inbox, outbox, incoming, sizes)
     boxes = [pickle.loads(x.numpy()) for x in inbox.split(incoming)]
     return [*chain(*boxes)]
 
@@ -664,15 +659,6 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
             row_limit=10,
         )
         log.say(f"{table}\ntrace of step {step}: {file}")
-
-
-def start_seconds() -> str:
-    """Returns the seconds of the start's parts, as text."""
-    parts = []
-    for name, seconds in SECONDS.items():
-        if name.startswith("start/"):
-            parts.append(f"{name[6:]} {seconds:.1f}")
-    return ", ".join(parts)
 
 
 def phase_seconds() -> dict[str, float]:

@@ -174,7 +174,8 @@ def load(
     saver = ckpt.Saver(out, models, cfg, facts, start if in_own_folder else None, log.alarm)
     for line in filter(None, lines):
         log.say(line)
-    log.say(f"seconds of the start: {dist.start_seconds()}")
+    parts = [f"{name} {s:.1f}" for name, s in dist.SECONDS.items() if name.startswith("start/")]
+    log.say(f"seconds of the start: {', '.join(parts)}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     lengthened = saved["config"]["steps"] == start < cfg.steps
     # In the order of Run's fields, as `inputs`. Run and Saver have the same dict of solved problems, so a
