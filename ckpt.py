@@ -173,18 +173,16 @@ def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     return offsets
 
 
-def crc32(file: Path) -> str:
-    """Returns the CRC-32 of a file's content as 8 hexadecimal digits."""
-    value = 0
-    with file.open("rb") as f:
-        while chunk := f.read(2**20):
-            value = zlib.crc32(chunk, value)
-    return f"{value:08x}"
-
-
 def _crc32s(*files):
-    """Returns a dict: name of the file -> its CRC-32."""
-    return {file.name: crc32(file) for file in files}
+    """Returns a dict: name of the file -> the CRC-32 of its content, as 8 hexadecimal digits."""
+    found = {}
+    for file in files:
+        value = 0
+        with file.open("rb") as f:
+            while chunk := f.read(2**20):
+                value = zlib.crc32(chunk, value)
+        found[file.name] = f"{value:08x}"
+    return found
 
 
 def _sync(*paths):
@@ -471,17 +469,14 @@ def step_folder(out: Path, step: int) -> Path:
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
     names = filter(STEP.fullmatch, names_in(out / "ckpt"))
-    steps = [int(name[5:]) for name in names]
-    folders = [step_folder(out, step) for step in sorted(steps)]
+    names = sorted(names, key=len)  # stable, so step_1000000 comes after step_999999
+    folders = [out / "ckpt" / name for name in names]
     return [folder for folder in folders if exists(folder / "COMPLETE")]
 
 
 @contextmanager
-def hold(folder: Path | None) -> Iterator[None]:
+def hold(folder: Path) -> Iterator[None]:
     """Context manager: inside it, no run deletes the checkpoint `folder`. Raises UserError if it is gone."""
-    if folder is None:
-        yield
-        return
     gone = f"{folder} was removed by its run"
     mark = if_there(open, folder / "COMPLETE")
     require(mark is not None, gone, "a newer checkpoint")

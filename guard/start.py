@@ -114,7 +114,8 @@ def prepare(cfg: Config) -> Run:
         # All ranks read the checkpoint that rank 0 has found.
         path, resumes = dist.gather(dist.together(checkpoint_of, cfg))[0]
         with ExitStack() as stack:
-            dist.together(stack.enter_context, ckpt.hold(path))
+            if path:
+                dist.together(stack.enter_context, ckpt.hold(path))
             run = load(cfg, world, lock, path, resumes, on_error)
         on_error.pop_all()  # the run keeps its lock and its grader
     return run
