@@ -67,6 +67,7 @@ from configs import (
     UserError,
     differences,
     exists,
+    explained,
     follow_umask,
     if_there,
     lock_file,
@@ -670,7 +671,6 @@ def export_hf(
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     main = _is_main()
-    dist.together(lambda: check_export_path(out) if main else None)
     state = {}
     for name, tensor in weights:
         if main:
@@ -687,37 +687,31 @@ def export_hf(
 def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
     """Writes the export `out` atomically. `fill` writes the files, except MARKER, into a new folder. facts:
     the result of `marker`. Raises UserError as `export_hf` does."""
-    error, _ = _attempt(_write_export, out, fill, facts)
-    require(
-        not error,
-        f"{out} can't be written ({error})",
+    needed = (
         "space and permission there, and then the same command, or "
-        "ckpt.py export (the checkpoints are intact)",
+        "ckpt.py export (the checkpoints are intact)"
     )
-
-
-def _write_export(out, fill, facts):
-    """Does the work of `write_export`. Raises OSError, SafetensorError or UserError."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out.parent, os.O_RDONLY)
-    lock_file(lock, fcntl.LOCK_EX)  # other exports to this place wait
-    temp = unfinished(out, secrets.token_hex(8))
-    try:
-        remove_unfinished(out.parent, re.escape(out.name))
-        temp.mkdir()
-        fill(temp)
-        (temp / MARKER).write_text(json.dumps(facts, indent=1))
-        for file in temp.glob("*.safetensors"):
-            follow_umask(file)  # safetensors ignores the umask
-        _sync(*temp.rglob("*"), temp)
-        check_export_path(out)  # again, because `out` may have changed since the first check
-        if exists(out / MARKER):
-            out.rename(_backup_path(out))
-        temp.rename(out)
-        _sync(out.parent)
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
-        os.close(lock)
+    with explained(f"{out} can't be written", needed, (OSError, SafetensorError)):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out.parent, os.O_RDONLY)
+        lock_file(lock, fcntl.LOCK_EX)  # other exports to this place wait
+        temp = unfinished(out, secrets.token_hex(8))
+        try:
+            remove_unfinished(out.parent, re.escape(out.name))
+            temp.mkdir()
+            fill(temp)
+            (temp / MARKER).write_text(json.dumps(facts, indent=1))
+            for file in temp.glob("*.safetensors"):
+                follow_umask(file)  # safetensors ignores the umask
+            _sync(*temp.rglob("*"), temp)
+            check_export_path(out)  # now, because `out` may have changed since the command's start
+            if exists(out / MARKER):
+                out.rename(_backup_path(out))
+            temp.rename(out)
+            _sync(out.parent)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+            os.close(lock)
 
 
 def _backup_path(out):
