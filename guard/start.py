@@ -306,9 +306,12 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
         if who == "critic":
             load_model = partial(load_critic, seed=cfg.seed)
         path = source_of(who, vars(cfg))
-        shard = partial(dist.shard, over=dist.mesh(world, case.shards), dtype=world.dtype)
-        if who != "ref":
-            shard = partial(shard, recompute=case.recompute[who])
+        shard = partial(
+            dist.shard,
+            over=dist.mesh(world, case.shards),
+            dtype=world.dtype,
+            recompute=case.recompute.get(who, 0),  # the reference has no backward pass
+        )
         if cfg.lora:
             owner = "policy" if path == cfg.model else who
             if owner not in bases:
