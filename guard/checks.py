@@ -235,11 +235,10 @@ def check_gold(
 
     name: the data set's name in the message"""
     terms = terms_of(cfg)
-    compared = set()  # names of the data sets with a grader that compares answers
-    for name_of_set in {p.dataset for p in problems}:
-        if any(term.kind for term in graders_of(name_of_set, terms)):
-            compared.add(name_of_set)
-    indices = [i for i, p in enumerate(problems) if p.dataset in compared]
+    indices = []  # of the problems with a grader that compares answers
+    for i, p in enumerate(problems):
+        if any(term.kind for term in graders_of(p.dataset, terms)):
+            indices.append(i)
     if len(indices) > GOLD_SAMPLE:
         indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
     bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))
