@@ -252,13 +252,12 @@ def shard(
     exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
     nets = [module for module in model.modules() if hasattr(module, FP32[0])]
     for group in (*model.model.layers, model, *nets):
-        # A rank frees a layer's gathered weights after the forward pass. For the root (`model`),
-        # reshard_after_forward=None keeps them, because the backward pass needs them first.
+        # By FSDP's default, a rank frees a layer's gathered weights after the forward pass. It keeps the
+        # weights of the root (`model`), because the backward pass needs them first.
         fully_shard(
             group,
             mesh=over,
             mp_policy=MixedPrecisionPolicy() if group in nets else precision,
-            reshard_after_forward=None if group is model else True,
             ignored_params=set(group.parameters()) - exact if group in nets else exact,
         )
         group.set_gradient_divide_factor(1.0)
