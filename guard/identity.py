@@ -28,7 +28,7 @@ from data import Problem
 from engine import eos_ids
 from grading.worker import Grader
 from model import load_config
-from reward import Term
+from reward import terms_of
 
 Facts = dict[str, Any]
 # Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
@@ -65,9 +65,9 @@ def facts_of(
     held_out: Mapping[str, Sequence[Problem]],
     tokenizer: Any,
     grader: Grader,
-    terms: Sequence[Term],
 ) -> tuple[Facts, Facts]:
-    """Returns the facts `read` and `noted` of a run. terms: of --reward"""
+    """Returns the facts `read` and `noted` of a run."""
+    terms = terms_of(cfg)
     content = {
         "problems (--data, --template, --reward)": fingerprint(problems),
         "chat template": template_hash(tokenizer, cfg.template),

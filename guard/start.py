@@ -52,7 +52,6 @@ from model import (
     load_tokenizer,
     resolve,
 )
-from reward import terms_of
 from rollout import (
     Sets,
     check_graders,
@@ -243,7 +242,7 @@ def state_of(
 ) -> Facts:
     """Returns the content of state.json, without the step. Raises UserError if ranks read different files, or
     if an evaluation set of the checkpoint has another name now."""
-    read, noted = facts_of(cfg, *inputs, terms_of(cfg))
+    read, noted = facts_of(cfg, *inputs)
     check_same("reads", read | noted, "the same files on every machine")
     before = {mark: name for name, mark in saved["read"].items() if name.startswith("--eval_data ")}
     for name in map("--eval_data {}".format, inputs.held_out):

@@ -38,7 +38,6 @@ from guard.identity import VERSIONS, check_unchanged, differences, facts_of, set
 from guard.watch import handle_signals
 from log import read_metrics
 from model import load_critic, load_policy, load_tokenizer
-from reward import terms_of
 from tools import evaluate
 from tools.tiny import make_tokenizer
 
@@ -295,7 +294,7 @@ def test_another_function_for_a_data_set_is_refused(base):
     """A checkpoint without this fact, from older code, can still be resumed."""
     def read(*reward):
         cfg = dataclasses.replace(base, algo="grpo", reward=reward)
-        return facts_of(cfg, [], {}, make_tokenizer(), SimpleNamespace(files={}), terms_of(cfg))[0]
+        return facts_of(cfg, [], {}, make_tokenizer(), SimpleNamespace(files={}))[0]
 
     strict, loose, moved = read("a@r.py:strict"), read("a@r.py:loose"), read("a@new/r.py:strict")
     with pytest.raises(UserError, match=r"functions of --reward: \['strict'\] -> \['loose'\]\); needed: x"):
