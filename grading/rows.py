@@ -481,7 +481,7 @@ def _letter_of(gold, choices, fields, where):
 # --- files
 
 
-BOM = b"\xef\xbb\xbf"
+BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark at the start of some files in UTF-8, and whitespace
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
 READABLE = "JSON in UTF-8, an object a line (in .json also a list), or Parquet or Arrow"
 
@@ -502,9 +502,11 @@ def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
         rows = _arrow_rows(file)
     else:
         with file.open("rb") as f:
-            is_list = f.read(4096).removeprefix(BOM).lstrip()[:1] == b"["
-        is_list = is_list and file.suffix != ".jsonl"
-        rows = _list_rows(file) if is_list else _line_rows(file)
+            is_list = f.read(4096).lstrip(BLANK)[:1] == b"["
+        if is_list and file.suffix != ".jsonl":
+            rows = enumerate(_decoded(file.read_bytes(), file), 1)
+        else:
+            rows = _line_rows(file)
     for row in rows:
         yield row
     require(row is not None, f"{path} is empty", "at least one row")
@@ -514,7 +516,7 @@ def _decoded(row, where):
     if not isinstance(row, bytes):
         return row
     with explained(f"{where} can't be read", READABLE):
-        return json.loads(row.decode().rstrip())
+        return json.loads(row.decode("utf-8-sig").rstrip())
 
 
 def _arrow_rows(file):
@@ -538,12 +540,5 @@ def _line_rows(file):
     """Yields (number, line as bytes) of a file with one row of JSON a line. Skips empty lines."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            line = line.removeprefix(BOM) if number == 1 else line
-            if line.strip():
+            if line.strip(BLANK):
                 yield number, line
-
-
-def _list_rows(file):
-    with explained(f"{file} can't be read", READABLE):
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    return enumerate(rows, 1)
