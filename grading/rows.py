@@ -200,20 +200,17 @@ def _unused(fields, problem, turns, where):
     OF_QUESTION.
 
     problem: the value of the problem's field"""
-    asked = []  # fields that may belong to the question
     every = [*fields.items()]
     for turn in problem if isinstance(problem, list) else ():
         every += [(name, value) for name, value in turn.items() if name not in TURN]
+    found = []
     for name, value in every:
         of_question = OF_QUESTION.fullmatch(name.casefold())
-        if value is not problem and (of_question or not QUIET.search(name.casefold())):
-            asked.append((name, value, of_question))
-    # Most rows have no such field. So their prompts, which may be long, are not split into words.
-    if not asked:
-        return ()
-    shown = "".join(_texts([content for _, content in turns]))
-    found = []
-    for name, value, of_question in asked:
+        is_quiet = QUIET.search(name.casefold()) and not of_question
+        if value is problem or is_quiet:
+            continue
+        # Here and not before the loop: most rows have no such field, and their prompts may be long.
+        shown = "".join(_texts([content for _, content in turns]))
         if all(text in shown for text in _texts(value)):
             continue
         require(
