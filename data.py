@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import meta
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
@@ -406,12 +405,11 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
         values, and for names that the template does not read."""
     if not words:
         return
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+    from transformers.utils.chat_template_utils import _get_template_variables
 
     with explained("the chat template can't be read", "--template orz or plain"):
         own = tokenizer.get_chat_template()
-        syntax = _compile_jinja_template(own).environment  # with transformers' own tags
-        known = meta.find_undeclared_variables(syntax.parse(own))
+        known = _get_template_variables(own)
     known -= ALWAYS_SET | {*tokenizer.special_tokens_map}
     for word in words:
         name, _, text = word.partition("=")
