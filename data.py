@@ -178,13 +178,11 @@ class Pack:
     returns: Tensor | None = None  # (T,)
 
     def to(self, device: torch.device | str) -> "Pack":
-        """Returns the pack on another device. The host does not wait for copies to a GPU."""
-        on_gpu = torch.device(device).type == "cuda"
+        """Returns the pack on another device."""
         moved = {}
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
-                x = x.pin_memory() if on_gpu else x
-                moved[name] = x.to(device, non_blocking=True)
+                moved[name] = x.to(device)
         return replace(self, **moved)
 
 
