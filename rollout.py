@@ -122,6 +122,7 @@ class Trajectories:
     sampling: Sampling
     progress: Callable
     round_len: int  # largest number of new tokens of a trajectory in one round; 0: no limit
+    carries: bool  # whether unfinished trajectories go on in the next step (--carry, in training)
     rounds: int = 0  # number of finished rounds
     open: dict[Key, Sample] = field(default_factory=dict)  # unfinished; their text: finished turns
     # The environment (--env) has not replied to the last turn yet.
@@ -242,7 +243,7 @@ class Trajectories:
         """Returns the seed of a response's environment. With --carry, the seed stays the same when the
         response continues in a later step."""
         seed = self.sampling.seed
-        if self.cfg.carry and seed[1] == TRAIN:
+        if self.carries:
             seed = seed[:2]  # without the step, because a prompt_id is unique in the whole run
         return random.Random(f"{seed} {s.key}").getrandbits(48)
 
@@ -361,7 +362,6 @@ def rollout(
         return [], []
     cfg = engine.cfg
     training = carried is not None
-    carries = training and cfg.carry > 0
     trajectories = Trajectories(
         engine,
         grader,
@@ -369,10 +369,11 @@ def rollout(
         sampling,
         progress,
         round_len=cfg.round_len if training else 0,
+        carries=training and cfg.carry > 0,
     )
     trajectories.add(carried or ())
-    begin_and_move(trajectories, carries)
-    chosen = sample_until_enough(trajectories, carries)
+    begin_and_move(trajectories)
+    chosen = sample_until_enough(trajectories)
     if dist.stop_requested():  # some ranks have aborted
         return [], []
     samples = []
@@ -386,7 +387,7 @@ def rollout(
     return meet(samples, engine), left
 
 
-def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
+def begin_and_move(trajectories: Trajectories) -> None:
     """Deal new trajectories to the ranks. A prompt's samples are spread over the ranks, so that no engine has
     all samples of a prompt with long responses. With --carry, also move the carried trajectories. All ranks
     must call this function together."""
@@ -395,7 +396,7 @@ def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
     # With --carry, `problems` also has the prompts of carried samples. These prompts get no new samples.
     begun = trajectories.problems
     old = []
-    if carries:
+    if trajectories.carries:
         begun = [i for i in begun if step_of(i, engine.cfg) == sampling.version]
         old = dist.gather_all(trajectories.open)  # from all ranks
     # At temperature 0, all samples of a prompt are equal, so one is enough.
@@ -406,18 +407,17 @@ def begin_and_move(trajectories: Trajectories, carries: bool) -> None:
         home[key] = at % engine.ranks
     trajectories.begin(k for k in new if home[k] == engine.rank)
     # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
-    if carries:
+    if trajectories.carries:
         trajectories.move(home)
 
 
-def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] | None:
+def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
     """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories:
     with --round_len those on all ranks, otherwise those on the ranks of this rank's engine. Returns None if a
     signal has aborted sampling.
 
-    carries: whether --carry is on. Without --carry, all trajectories must be complete. With --carry,
-        cfg.samples_per_step trajectories are enough, but all that began --max_staleness or more steps ago
-        must be complete."""
+    Without --carry, all trajectories must be complete. With --carry, cfg.samples_per_step trajectories are
+    enough, but all that began --max_staleness or more steps ago must be complete."""
     cfg = trajectories.cfg
     step = trajectories.sampling.version
     in_lockstep = trajectories.round_len > 0
@@ -434,7 +434,7 @@ def sample_until_enough(trajectories: Trajectories, carries: bool) -> set[Key] |
         finished = gather(list(trajectories.finished))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}
         ready = sorted(itertools.chain(*finished))
-        if carries:
+        if trajectories.carries:
             # If the samples of a prompt are compared, none of them is ready before all are complete.
             if cfg.compares_samples:
                 ready = [k for k in ready if k[0] not in unfinished]
