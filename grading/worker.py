@@ -499,20 +499,22 @@ def _send_all(connection, outbox, hurry):
             numbered.append(outbox.get())
 
 
-def _receive_all(connection, inbox, process):
-    """Put (process, message) into the queue `inbox` for each message of a server. The last message is None:
-    the server has ended, or a user's function has written something else to the connection."""
+def _receive_all(connection, server, process):
+    """Put (server, process, message) into the queue server.inbox for each message of the process. The last
+    message is None: the process has ended, or a user's function has written something else to the
+    connection."""
     try:
         while True:
-            inbox.put((process, json.loads(connection.recv_bytes(MAX_MESSAGE))))
+            message = json.loads(connection.recv_bytes(MAX_MESSAGE))
+            server.inbox.put((server, process, message))
     except Exception:
-        inbox.put((process, None))
+        server.inbox.put((server, process, None))
 
 
 class _Server:
     """A server process as the trainer sees it, with the requests that have no outcome yet.
 
-    inbox: queue of (process, message) for the messages of all servers
+    inbox: queue of (server, process, message) for the messages of all servers
     spec: the user's function "FILE.py:FUNCTION", or "" to compare answers
     known: names that the function's parameters may have
     workers: number of worker processes
@@ -551,7 +553,7 @@ class _Server:
         self.outbox = queue.SimpleQueue()
         self.hurry = threading.Event()  # set: the trainer waits for the outcomes
         _in_thread(_send_all, ours, self.outbox, self.hurry)
-        _in_thread(_receive_all, ours, self.inbox, self.process)
+        _in_thread(_receive_all, ours, self, self.process)
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
         for numbered in self.requests.items():
@@ -778,13 +780,11 @@ class Grader(AbstractContextManager):
 
     def _read(self, seconds):
         """Read the servers' messages. Waits at most `seconds` for one."""
-        servers = {server.process: server for server in self.servers}
         with suppress(queue.Empty):
             while True:
-                process, message = self.inbox.get(timeout=seconds)
+                server, process, message = self.inbox.get(timeout=seconds)
                 seconds = 0
-                server = servers.get(process)
-                if server is None:  # an earlier process of a server
+                if process is not server.process:  # an earlier one
                     continue
                 server.heard = time.monotonic()
                 if message is None:
