@@ -647,9 +647,8 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems of all ranks, ordered by prompt_id."""
     mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
-    every = dict(dist.gather_all(mine))
-    for prompt_id in sorted(every):
-        for metric, value in every[prompt_id].items():
+    for _, metrics in sorted(dist.gather_all(mine)):  # no two have the same prompt_id
+        for metric, value in metrics.items():
             scores[metric].append(value)
     return dict(scores)
 
