@@ -32,8 +32,8 @@ What counts as equal:
   letters from A to H are one text: `B, D` equals `BD`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`. A column vector equals the tuple of its numbers.
-- An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. A comma, `and` and `or` between
-  inequalities all mean the union. But `x\ne3` removes the point 3.
+- An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. `x>1 and x<2` (or with a comma) means
+  that too, but `x<1 and x>2` means the union, as `or` does. `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
 - `x=5` and `a+b=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
 - `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
@@ -702,7 +702,10 @@ def _read_list(text, inner):
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
         bare = {ROOT.sub("", name) for name in names}
         if len(bare) == 1:
-            return "named", (bare.pop(), Reading("list", text, _flat(values)))
+            value = Reading("list", text, _flat(values))
+            if {v.kind for v in values} == {"intervals"}:
+                value = Reading("intervals", text, _edges(value))
+            return "named", (bare.pop(), value)
         # "y=2, x=1" is read as (x,y)=(1,2)
         return "named", (f"({','.join(names)})", Reading("tuple", text, ("=", values)))
     return "list", elements
@@ -800,7 +803,12 @@ def _edges(reading):
             found = _edges(part)
             if not found:
                 return []
-            edges += found[1:-1] if edges and r"\ne" in part.text else found
+            if edges and r"\ne" in part.text:
+                edges += found[1:-1]
+            elif ";" in reading.text:
+                edges += found
+            else:
+                edges = _intersection(edges + found)
         return edges
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
@@ -810,6 +818,17 @@ def _edges(reading):
     if len(parts[1]) != 2 or ends != sorted({*ends}):
         return []
     return [(side, [value]) for side, value in zip(*parts, strict=True)]
+
+
+def _intersection(edges):
+    r"""Returns the edges of 1<x<3 for those of the rays x>1 and x<3, and other edges unchanged. Rays that do
+    not meet, such as x<1 and x>3, stand for their union."""
+    ends = [edge for edge in edges if r"\infty" not in edge[1][0].text]
+    ends.sort(key=lambda edge: edge[0] in "])")  # a lower end comes first
+    values = [end.parts.value for _, (end,) in ends if end.kind == "number"]
+    if len(values) == len(ends) == 2 and values[0] < values[1] and ends[1][0] in "])":
+        return ends
+    return edges
 
 
 def _read_brackets(text, inner):
