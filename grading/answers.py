@@ -592,7 +592,7 @@ NAMES = (
     r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
     r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
     r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
-    r"\(\\?[a-z]+(?:,\\?[a-z]+)*\)",  # (r,\theta)
+    r"\\?[({][^=]*,[^=]*[)}]",  # (r,\theta)
     r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [a-z]",
 )
 ENDS = (
@@ -607,10 +607,11 @@ ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of 
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
-TOTAL = re.compile(
-    r"(?!not|[A-Z]+$)"
-    r"(?:(?:(?<!^)[-+*/])?(?:[A-Za-z]|\\(?:alpha|beta) ?)(?:[_^]\{\w\})?){2,}"
-)  # the m+n of m+n=5
+# An equation that gives no value: 2x+1=7. But 2x+y=7 gives 7, the value of 2x+y.
+UNSOLVED = re.compile(
+    r'[^=]*(?:"|\\not)[^=]*='
+    r"|[-+*/.^\d{} ]*(\\?[a-z]+ ?|[A-Z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
+)
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
     r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}"
@@ -725,17 +726,17 @@ def _read_named(text, inner):
     if not found:
         return None
     name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])
-    if _is_name(name) or TOTAL.fullmatch(name):
-        right = text[len(parts[0] + found[0]) :].strip()
-        return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
-    if set(SYMBOL.findall(bare)) <= VALUES:
+    if not _is_name(name) and set(SYMBOL.findall(bare)) <= VALUES:
         value = inner(parts[exact])
         steps = _split(bare, *EQUAL)[0]
         return "chain", (value, steps[:exact], steps[exact + 1 :])
-    return "equation", None
+    if not _is_name(name) and UNSOLVED.match(text):
+        return "equation", None
+    right = text[len(parts[0] + found[0]) :].strip()
+    return "named", (name, inner(right))
 
 
 def _is_name(text):
@@ -1204,7 +1205,7 @@ def _same_named(answer, gold, prove):
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
-    if needed and TOTAL.fullmatch(needed):
+    if needed and (not _is_name(needed) or re.fullmatch("[a-z]{2,}", needed)):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
