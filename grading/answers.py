@@ -35,7 +35,9 @@ What counts as equal:
 - An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. `x>1 and x<2` (or with a comma) means
   that too, but `x<1 and x>2` means the union, as `or` does. `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` and `a+b=5` equal `5`, but `x=5` equals neither `y=5` nor `x-5=0`. `x=2, y=3` equals `(2,3)`.
+- `x=5` and `f(1)+f(2)=5` equal `5`, but `x+1=5` is an equation in one unknown, and gives no value. `x=5`
+  equals neither `y=5` nor `x-5=0`. If the gold answer is an equation with an operation on its left, such as
+  `x+y=5`, the answer must be an equation too. `x=2, y=3` equals `(2,3)`.
 - `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
 - A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
   `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
@@ -311,7 +313,7 @@ CONTRARY = (
 CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes)|[^\W不]*[为是])\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real|positive|natural)\b"
-FOR = rf"(?:(?i:for|all|every|each|where|with|if|when)\b ?|{SOME} ?)+"
+FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since)\b ?|{SOME} ?)+"
 NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
@@ -346,6 +348,8 @@ TIDY = {
     r'^\(?"?([A-Z])"?(?:[).:] *(?=\d|\\)|[).] +(?=[^";,]))(.+)': r'\2 "choices \1"',  # (B) 15
     r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"': EMPTY,
     r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?": r"\\\1{matrix}",
+    r"small(?=matrix\})": "",
+    r"^\\begin\{(?:align|gather)\w*\*?\}(?:\[\w\])?(.*)\\end\{\w+\*?\}$": _system,
     r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"': r"\\mathbb{R}",
     r"\\mathbb ?([A-Z])": r"\\mathbb{\1}",
     r"(?<=\b[A-Z]) (?=[A-Z]\b)": "",  # \angle A B C
@@ -380,7 +384,7 @@ TIDY = {
     r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),\\ldots ?,(-?\d{1,9})(?![\d.])": _progression,
     r"\|([A-Z]{2})\|(?==)": r"\1",
     r"[,;]+([,;])": r"\1",
-    r'^"?[A-H]"?(?:[,;]"?[A-H]"?)+[ .]*$': _choices,
+    r'^(?:(?:\("?[A-H]"?\)|"?[A-H]"?)(?:[,;]|[ .]*$)){2,}$': _choices,
     r"\\(frac|binom|overline|sqrt(?:\[\w\])?|log_) ?(\w|\\pi(?![a-z]))": r"\\\1{\2}",
     r"(\\(?:frac|binom)\{(?:[^{}]|\{[^{}]*\})*\}) ?(\w|\\pi(?![a-z]))": r"\1{\2}",
     r"(\\(?:frac|sqrt)|\^) ?(\\(?:frac\{[^{}]*\}\{[^{}]*\}|sqrt\{[^{}]*\}))": r"\1{\2}",
@@ -393,9 +397,15 @@ TIDY = {
     r"C_\{([\w+-]+)\}\^\{(\w+)\}": r"\\binom{\1}{\2}",
     r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$": r"\1\\frac{\2}{\3}",  # \ln5/\ln2
     r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$": r"\1\\frac{\3}{\5}",  # (1)/(2)
+    r"[,;](?=\\approx)": "",
+    r"\((\\approx[^()]*)\)$": r"\1",
+    r'\("(?:(?:double|repeated) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
     r'\(("[^"]*")\)$': r"\1",  # 5 (cm)
     r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
-    r"^([A-Z])(?=\([^()]*,[^()]*\)$)": r"\1=",  # the point A(1,2)
+    r"(?<![^,;])([A-Z](?:_\{\w\})?)(?=\([^()]*,[^()]*\)(?![^,;]))": r"\1=",  # A(1,2)
+    r"(?<=\))\^\{(?:T|\\top ?)\}$": "",  # (1,2)^T
+    r'^"(?:either|both)" ?': "",
+    r'"as well as"': ",",
     # {x | x>2} and {(x,y) | x+y=1}
     r"\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:]((?:(?!\\\}).)+)\\\}": r" \1",
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
@@ -409,16 +419,18 @@ TIDY = {
     r"(?:[\^_{}+*]|\\ge ?0|>0)*\)?$": "",
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
+    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?[a-z]=[-\w.]+\)?$': "",  # 5 when x=2
     rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
-    rf'(?:(?:[^\W\d]+" (?:of )?[a-z] ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
+    rf'(?:(?:[^\W\d]+" (?:of )?[^"=]{{1,40}}")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
     r'|[^\W\d]+" ?:)(?=.)': "",
-    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
+    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$|\\\{{|y=)': "",  # center (5,-3)
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
-    r'"(?:(?:is|are) the (?:only )?(?:answer|solution|value)s?|only)"$': "",
+    r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
+    r' ?"?\bonly"$': "",
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)") ?'
     r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
@@ -587,21 +599,12 @@ FRACTION = re.compile(
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-# What may stand before `=`: one of NAMES, and then any of its ENDS in this order
-NAMES = (
-    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
-    r'(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?|"(?!half|twice|not)[^"]*"',  # x, ABC, "a"
-    r'\|[^|=<>]*[A-Za-z][^|=<>]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
-    r"\\?[({][^=]*,[^=]*[)}]",  # (r,\theta)
-    r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [a-z]",
+# A name: x, a_{1}, f(x), f', |AB|, \angle ABC, "Tom", (r,\theta), but no operation such as 2x or x+y
+NAME = re.compile(
+    rf'(?!.*\bnot\b|[({{[]*(?:\d|\\(?:pi|infty|ln|log|sqrt)(?![a-z])))(?:"{CONTRARY}[^"]*"'
+    r"|\\?\{[^{}]*\}|\((?:[^()]|\([^()]*\))*\)|\[[^][]*\]|\|[^|]*[A-Za-z][^|]*\|"
+    r"|[^-+*/^=<>(){}[\]|!\"]|(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})+"
 )
-ENDS = (
-    r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
-    r"(?:_\{[^{}]*\})?'*",  # a_{1}, f'
-    r"(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\}",
-    r"\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\]",  # f(x), E[X]
-)
-NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
 QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
@@ -609,8 +612,8 @@ INDEX = re.compile(
 )  # the _{1} of a_{1}, the (A) of P(A)
 # An equation that gives no value: 2x+1=7. But 2x+y=7 gives 7, the value of 2x+y.
 UNSOLVED = re.compile(
-    r'[^=]*(?:"|\\not)[^=]*='
-    r"|[-+*/.^\d{} ]*(\\?[a-z]+ ?|[A-Z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
+    r'[^=]*(?:"|\bnot\b)[^=]*='
+    r"|(?:[-+*/.^\d{} ]|\\sqrt)*(\\?[a-z]+ ?|[A-Z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
 )
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
@@ -684,7 +687,7 @@ def _read_list(text, inner):
     r"""Returns the Reading of a list; None for any other text. The separator is `;`, or `,` if there is no
     `;`. 1\pm2 is a list of 1+2 and 1-2. The Reading's kind is "list", but "named" for "x=1; x=2" and
     "x<1; x>2"."""
-    parts, found = _split(text, ";")
+    parts, found = _split(text, ";", r"\\")
     if not found:
         parts, found = _split(text, ",")
     if not found:
@@ -695,7 +698,7 @@ def _read_list(text, inner):
     if not all(parts):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
-    elements = _flat(map(inner, parts))
+    elements = _flat(inner(part.rstrip(",")) for part in parts)
     if {e.kind for e in elements} == {"named"}:
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
