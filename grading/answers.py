@@ -313,7 +313,7 @@ CONTRARY = (
 CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes)|[^\W不]*[为是])\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real|positive|natural)\b"
-FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since)\b ?|{SOME} ?)+"
+FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since|a\w+ed)\b ?|{SOME} ?)+"
 NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
@@ -331,7 +331,7 @@ TIDY = {
     # (1) x=2 (2) y=3
     r"^\(?[1Ii]\) +(.{1,300}?)[;,.]? ?\(?(?:2|II|ii)\) *(?=[^ )+*/^])": r"\1; ",
     r'^\(?"?a"?\) ?(.{1,300}?)[;,.]? ?\(?"?b"?\) *(?=[^ )+*/^])': r"a=\1; b=",  # (a) 5 (b) 7
-    r"^ ?([+-]?)\$ ?(?=[\d.])|\\\$": r'\1"dollars"',
+    r"^ ?([+-]?)\$ ?(?=-?[\d.])|\\\$": r'\1"dollars"',
     r'"per" ?"cent"|"per cent"': r"\\%",
     r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
     r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})": r"\\sqrt{\1}",
@@ -397,9 +397,10 @@ TIDY = {
     r"C_\{([\w+-]+)\}\^\{(\w+)\}": r"\\binom{\1}{\2}",
     r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$": r"\1\\frac{\2}{\3}",  # \ln5/\ln2
     r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$": r"\1\\frac{\3}{\5}",  # (1)/(2)
+    r"^(?:l|\\ell ?):": "",  # the line l: y=2x
     r"[,;](?=\\approx)": "",
     r"\((\\approx[^()]*)\)$": r"\1",
-    r'\("(?:(?:double|repeated) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
+    r'\("(?:(?:double|repeated|positive|negative) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
     r'\(("[^"]*")\)$': r"\1",  # 5 (cm)
     r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
     r"(?<![^,;])([A-Z](?:_\{\w\})?)(?=\([^()]*,[^()]*\)(?![^,;]))": r"\1=",  # A(1,2)
@@ -419,7 +420,7 @@ TIDY = {
     r"(?:[\^_{}+*]|\\ge ?0|>0)*\)?$": "",
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
-    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?[a-z]=[-\w.]+\)?$': "",  # 5 when x=2
+    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?(?:[a-z]=)+[-\w.]+\)?$': "",  # 5 when x=2
     rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
@@ -431,8 +432,8 @@ TIDY = {
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
     r' ?"?\bonly"$': "",
-    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)") ?'
-    r"(\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
+    r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)")\.? ?'
+    r"(-?\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
     r'_ ?"(\w+)"': r'_{"\1"}',
     r"\b[Pp]er ": "/",
@@ -613,7 +614,7 @@ INDEX = re.compile(
 # An equation that gives no value: 2x+1=7. But 2x+y=7 gives 7, the value of 2x+y.
 UNSOLVED = re.compile(
     r'[^=]*(?:"|\bnot\b)[^=]*='
-    r"|(?:[-+*/.^\d{} ]|\\sqrt)*(\\?[a-z]+ ?|[A-Z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
+    r"|(?:[-+*/.^\d{} ]|\\sqrt)*(\\[a-z]++ ?|[A-Za-z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
 )
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
