@@ -212,7 +212,7 @@ class Config:
     max_prompt_len: Count = 2048  # maximum tokens of a prompt; longer ones are dropped
     max_model_len: Amount = 0  # maximum tokens of prompt + response; 0: --max_prompt_len + --max_response_len
     skip_solved: Share = 0.0  # skip a prompt in later steps if this share of its responses was right; 0: off
-    resample_rounds: Amount = 0  # how often a step may replace prompts whose samples score the same (DAPO)
+    resample_rounds: Amount = 0  # how often a step may replace prompts whose first rewards are equal (DAPO)
     round_len: Amount = 0  # sample in rounds of this many tokens; ranks are balanced between rounds; 0: off
     carry: Annotated[float, Range(0, 8)] = 0.0  # partial rollouts: extra prompts, as a share; 0: off
     max_staleness: Count = 2  # with --carry: a step waits for responses that began this many steps earlier
@@ -240,7 +240,7 @@ class Config:
     critic_lr: Part = 5e-6  # learning rate after warm-up
     warmup_updates: NotNegative = 50  # linear warm-up, in updates; below 1: fraction of the run's updates
     lr_decay: Literal["constant", "linear", "cosine"] = "constant"  # schedule after warm-up
-    lr_end: NotNegative = 0.0  # final learning rate, with --lr_decay linear or cosine
+    lr_end: NotNegative = 0.0  # learning rate after the last update, with --lr_decay linear or cosine
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta1 and beta2
     weight_decay: NotNegative = 0.0  # AdamW's weight decay
     adam_eps: Positive = 1e-8  # AdamW's epsilon
@@ -279,7 +279,7 @@ class Config:
     keep: Count = 2  # number of newest checkpoints to keep
     keep_best: str = "auto"  # keep the best checkpoint by this metric; auto: mean eval/*/avg@k; empty: none
     save_samples: Literal["all", "some"] = "some"  # some: of 8 prompts, once in --eval_every steps
-    save_logps: bool = False  # write token ids and the engine's log-probs to samples/ and eval/
+    save_logps: bool = False  # write token ids and the engine's log-probs (4 decimals) to samples/ and eval/
     profile: Amount | None = None  # run this step under torch's profiler; writes a trace to --out; None: off
     track: tuple[Literal["wandb"], ...] = ()  # wandb: send metrics and samples to Weights & Biases
     grace: Seconds = 25.0  # seconds to save and exit after a signal; torchrun kills after 30
@@ -573,6 +573,11 @@ class Config:
     def clips(self) -> bool:
         """Whether --clip_low and --clip_high can have an effect."""
         return self.updates_per_step > 1 or self.ratio.startswith("binary")
+
+    @property
+    def clips_values(self) -> bool:
+        """Whether --value_clip can have an effect."""
+        return self.critic_updates * self.passes_per_step > 1
 
 
 @functools.cache
@@ -1164,11 +1169,13 @@ NO_EFFECT = (
     ("mismatch_bounds", "mismatch", "none", "--mismatch token-truncate, or another but none"),
     # With one update, the ratio is 1.
     ("clip_low clip_high", "clips", False, "--policy_updates 2 or --passes_per_step 2"),
+    ("value_clip", "clips_values", False, "--critic_updates 2 or --passes_per_step 2"),
     ("lora_alpha", "lora", 0, "--lora above 0"),
     ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
     # With --data, the preset's evaluation sets do not count. --eval_response_len is no part of this row: it
     # also sets the length that tools.plan gives the engine.
     ("eval_samples eval_temperature eval_top_p", "eval_data", (), "--eval_data with files"),
+    ("eval_samples eval_temperature eval_top_p", "eval_every", 0, "--eval_every above 0"),
     ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
     ("max_staleness", "carry", 0, "--carry above 0"),
 )

@@ -143,7 +143,7 @@ def policy_loss(
         loss = -torch.minimum(free, near)
         clipped = near < free
     elif ratio.startswith("binary"):
-        away = (logp > engine_logp) == (advantages > 0)
+        away = (logp - engine_logp) * advantages > 0
         bound = torch.where(advantages > 0, clip_high, clip_low)
         far = divergence(logp.detach(), engine_logp, ratio) > bound
         clipped = away & far

@@ -505,11 +505,14 @@ def pass_at(k: int, n: int, right: int) -> float:
 
 def majority(group: Sequence[Sample]) -> float:
     """Returns 1 if a prompt's most frequent answer is right, else 0 (also if no answer was found). With a
-    tie, returns 1 / (number of tied answers) if one of them is right. All answers that were graded right
-    count as one answer. Wrong answers are equal if their texts are."""
+    tie, returns 1 / (number of tied answers) if one of them is right. All responses that were graded right
+    count as one answer. Wrong answers are equal if their texts are; wrong responses without an answer do not
+    count."""
     right = {s.answer for s in group if s.right}
-    # True stands for all right answers.
-    votes = Counter(s.answer in right or s.answer for s in group if s.answer is not None)
+    # True stands for all right answers. A right response has none if its --reward or --env reads none.
+    votes = Counter(
+        s.right or s.answer in right or s.answer for s in group if s.right or s.answer is not None
+    )
     most = max(votes.values(), default=0)
     top = [answer for answer, count in votes.items() if count == most]
     return 1 / len(top) if True in top else 0.0

@@ -75,6 +75,8 @@ def test_dppo_masks_tokens_that_move_away_from_the_engine(kind):
             return loss
 
         compare(f"dppo {kind}", ours, naive, logp, 1e-6)
+        _, cut = grpo.policy_loss(logp, old, 0 * adv, mask, segment, weights, kind, low, high, 1.0, engine)
+        assert cut == 0  # M is 1 where A is 0
     assert masked > 20
     sure = torch.tensor([0.0, -1e-9, -30.0])
     for other in (sure, sure.flip(0)):

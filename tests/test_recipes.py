@@ -426,10 +426,11 @@ def test_each_problem_has_its_own_value_of_each_metric():
 @pytest.mark.parametrize("votes,found", [
     (r"\frac34+ \dfrac{3}{4}+ 1 1", 0.5), (r"\frac34+ \dfrac{3}{4}+ 0.75+ 1 1", 1.0), ("1 1 2+", 0.0),
     ("2+ 2 1 1 1", 0.0), ("2+ 2 2.0+ 1 1", 1.0), ("- - 2+", 1.0), ("- -", 0.0), ("1 2 3+", 1 / 3),
-    ("-+ 1", 0.0), ("1+ 2+ 3+ 4 4 4", 0.5), ("4 4 1+ 2+ 3+", 1.0)])
+    ("-+ 1", 0.5), ("-+ -+ 1", 1.0), ("-+ - - 1 1", 0.0), ("-+ - -", 1.0),
+    ("1+ 2+ 3+ 4 4 4", 0.5), ("4 4 1+ 2+ 3+", 1.0)])
 def test_right_answers_are_one_answer_in_a_majority(votes, found):
-    """A plus marks a right sample, and - one without an answer. A response that was cut has reward 0, but its
-    answer can be a right one."""
+    """A plus marks a right sample, and - one without an answer, which --reward or --env may call right. A
+    response that was cut has reward 0, but its answer can be a right one."""
     group = [SimpleNamespace(answer=None if vote[0] == "-" else vote.strip("+"), right=vote[-1] == "+")
              for vote in votes.split()]
     assert rollout.majority(group) == pytest.approx(found)
