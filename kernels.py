@@ -342,12 +342,11 @@ def _rotated(
     a = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
     turns = (h < rotated) & (j < half)
+    # Both halves of a row of cos and sin are equal.
     angle = row * 2 * half + j
-    cos_a = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
-    cos_b = tl.load(cos + angle + half, mask=turns, other=1.0).to(tl.float32)
-    sin_a = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + angle + half, mask=turns, other=0.0).to(tl.float32)
-    return a * cos_a - b * sin_a, b * cos_b + a * sin_b, place
+    c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+    return a * c - b * s, b * c + a * s, place
 
 
 @triton.jit
@@ -372,7 +371,8 @@ def _rotate(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns heads (…, H, d), rotated by the angles of their tokens (arXiv 2104.09864). cos, sin: (…, d)."""
+    """Returns heads (…, H, d), rotated by the angles of their tokens (arXiv 2104.09864). cos, sin (…, d): the
+    cosines and sines of d / 2 angles, twice."""
     out = torch.empty_like(heads)
     *tokens, count, d = heads.shape
     _rotate[(math.prod(tokens),)](
@@ -394,10 +394,10 @@ def _rotate_and_store(
     cos,
     sin,
     query,
-    keys,
-    values,
+    cached,
     page,
     place,
+    of_kind,
     of_page,
     of_head,
     H,
@@ -420,14 +420,11 @@ def _rotate_and_store(
     tl.store(to, first, mask=of_query)
     tl.store(to + half, second, mask=of_query)
     at = tl.load(page + row) * of_page + tl.load(place + row) * 2 * half + j
-    to = keys + at + (h - H) * of_head
-    of_key = inside & (h >= H) & (h < H + KV)
-    tl.store(to, first, mask=of_key)
-    tl.store(to + half, second, mask=of_key)
-    to = values + at + (h - H - KV) * of_head
-    of_value = inside & (h >= H + KV) & (h < H + 2 * KV)
-    tl.store(to, first, mask=of_value)
-    tl.store(to + half, second, mask=of_value)
+    kind = (h - H) // KV  # 0: a key, 1: a value
+    to = cached + kind * of_kind + at + (h - H) % KV * of_head
+    of_cache = inside & (h >= H) & (h < H + 2 * KV)
+    tl.store(to, first, mask=of_cache)
+    tl.store(to + half, second, mask=of_cache)
 
 
 def rotate_and_store(
@@ -443,20 +440,19 @@ def rotate_and_store(
 
     heads (n, H + 2 KV, d): heads of queries, of keys and of values
     cos, sin (n, d): of the angles of the tokens' positions"""
-    keys, values = cached
     n, count, d = heads.shape
-    kv = keys.shape[1]
+    kv = cached.shape[2]
     query = heads.new_empty(n, count - 2 * kv, d)
-    of_page, of_head, _, _ = keys.stride()
+    of_kind, of_page, of_head, _, _ = cached.stride()
     _rotate_and_store[(n,)](
         heads,
         cos,
         sin,
         query,
-        keys,
-        values,
+        cached,
         page,
         place,
+        of_kind,
         of_page,
         of_head,
         count - 2 * kv,
