@@ -342,8 +342,8 @@ def _rotated(
     a = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
     turns = (h < rotated) & (j < half)
-    # Both halves of a row of cos and sin are equal.
-    angle = row * 2 * half + j
+    # Both halves of cos are equal. So are those of sin, but FusedDecoder negates the first.
+    angle = row * 2 * half + half + j
     c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
     s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
     return a * c - b * s, b * c + a * s, place

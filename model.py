@@ -241,14 +241,15 @@ def packed_attention(
     segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
         the output is (R, 1, H, d)."""
     if segments is None:
-        qkv = [x[:, :, 0] for x in (query, key, value)]
-        out = cache.attend(module.layer_idx, *qkv, scaling, sliding_window)
-        return out[:, None], None
-    # squeeze, because the backward pass of x[0] would copy the gradient once more.
-    qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
+        qkv = [x.squeeze(2) for x in (query, key, value)]  # (R, heads, d)
+    else:
+        # squeeze, because the backward pass of x[0] would copy the gradient once more.
+        qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
     if cache is not None:
-        _, key, value = qkv
-        cache.write(module.layer_idx, key, value)
+        cache.write(module.layer_idx, *qkv[1:])
+    if segments is None:
+        out = cache.read(module.layer_idx, qkv[0], scaling, sliding_window)
+        return out[:, None], None
     flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
     if not (flash or segments.blocks):
         segments.pad()

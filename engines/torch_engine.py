@@ -188,20 +188,6 @@ class Pages(Cache):
         every = slice(None)
         return every, every
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None = None,
-    ) -> Tensor:
-        """Store the keys and values (R, Hkv, d) of one new token of each of R responses. Returns the
-        attention output (R, H, d) for these tokens. query: (R, H, d)."""
-        self.write(layer, key, value)
-        return self.read(layer, query, scaling, window)
-
     def read(
         self,
         layer: int,
@@ -209,7 +195,8 @@ class Pages(Cache):
         scaling: float,
         window: int | None = None,
     ) -> Tensor:
-        """Returns the attention output, see `attend`."""
+        """Returns the attention output (R, H, d) for one new token of each of R responses, whose keys and
+        values `write` has stored. query: (R, H, d)."""
         keys, values = self.layers[layer].transpose(2, 3)
         slots = len(query)
         return self.kernel(
@@ -279,9 +266,8 @@ class Rows(Cache):
         self.masked = masked[:, None, None]
         return slot, row
 
-    def attend(self, layer, query, key, value, scaling, window=None):
-        """See Pages.attend."""
-        self.write(layer, key, value)
+    def read(self, layer, query, scaling, window=None):
+        """See Pages.read."""
         end = self.column
         begin = 0
         if window:
@@ -408,22 +394,18 @@ class FusedDecoder:
                 gate_up = join(layer.mlp, "gate_proj", "up_proj")
                 self.gate_up.append(gate_up)
 
-    def prepare(self, positions: int, in_kernel: bool = False) -> None:
-        """Compute the rotary angles of the first `positions` positions, unless Policy.hidden computes them.
-
-        in_kernel: whether one kernel rotates queries and keys, and stores keys and values in a Pages"""
+    def prepare(self, positions: int) -> None:
+        """Compute the rotary angles of the first `positions` positions. Policy.hidden computes its own."""
         if not self.fused:
             return
-        self.in_kernel = in_kernel
         like = self.policy.lm_head.weight
         position = torch.arange(positions, device=like.device)
         # (positions, 1, d)
         self.cos, self.sin = self.policy.model.rotary_emb(like, position[:, None])
-        if not in_kernel:
-            first, second = self.sin.chunk(2, -1)
-            # With the halves a, b of x, rotate_half(x) is cat(-b, a), and x.roll(d / 2) is cat(b, a). The
-            # sign moves into self.sin, so that rotate_half(x) * sin = x.roll(d / 2) * self.sin.
-            self.sin = torch.cat([-first, second], -1)
+        first, second = self.sin.chunk(2, -1)
+        # With the halves a, b of x, rotate_half(x) is cat(-b, a), and x.roll(d / 2) is cat(b, a). The
+        # sign moves into self.sin, so that rotate_half(x) * sin = x.roll(d / 2) * self.sin.
+        self.sin = torch.cat([-first, second], -1)
 
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
@@ -454,7 +436,7 @@ class FusedDecoder:
         kv = self.policy.config.num_key_value_heads
         heads = F.linear(x, *self.qkv[i])
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
-        if self.in_kernel:
+        if x.is_cuda and isinstance(cache, Pages):
             query = kernels.rotate_and_store(
                 heads,
                 cos,
@@ -462,15 +444,13 @@ class FusedDecoder:
                 cache.layers[i],
                 *cache.at,
             )
-            out = cache.read(i, query, attention.scaling)
-            return attention.o_proj(out.flatten(1))
-        qk = heads[:, :-kv]
-        value = heads[:, -kv:]
-        turned = qk.roll(d // 2, -1)  # see `prepare`
-        qk = torch.addcmul(qk * cos, turned, sin)
-        query = qk[:, :-kv]
-        key = qk[:, -kv:]
-        out = cache.attend(i, query, key, value, attention.scaling)
+        else:
+            qk = heads[:, :-kv]
+            turned = qk.roll(d // 2, -1)  # see `prepare`
+            qk = torch.addcmul(qk * cos, turned, sin)
+            query = qk[:, :-kv]
+            cache.write(i, qk[:, -kv:], heads[:, -kv:])
+        out = cache.read(i, query, attention.scaling)
         return attention.o_proj(out.flatten(1))
 
 
@@ -668,8 +648,7 @@ class TorchEngine(Engine):
             )
             return Slots(cache, look=1)
         if self.slots is None:
-            in_kernel = self.device.type == "cuda"
-            self.decoder.prepare(self.cfg.engine_len, in_kernel)
+            self.decoder.prepare(self.cfg.engine_len)
             width = math.ceil(self.cfg.engine_len / self.page)
 
             cache = Pages(
