@@ -467,11 +467,9 @@ def join(module: nn.Module, *names: str) -> list[Tensor | None]:
             continue
         whole = torch.cat(parts)
         joined.append(whole)
-        end = 0
-        for linear, part in zip(linears, parts, strict=True):
-            start, end = end, end + len(part)
-            view = nn.Parameter(whole[start:end], requires_grad=False)
-            setattr(linear, kind, view)
+        views = whole.split([len(part) for part in parts])
+        for linear, view in zip(linears, views, strict=True):
+            setattr(linear, kind, nn.Parameter(view, requires_grad=False))
     return joined
 
 
@@ -901,6 +899,5 @@ def sample_token(
 
 def uniforms(seed: tuple[int, ...], count: int) -> np.ndarray:
     """Returns `count` uniform random numbers in [0, 1). A larger count gives the same numbers, then more."""
-    sequence = np.random.SeedSequence(seed)
-    bits = np.random.Philox(sequence)
+    bits = np.random.Philox(seed)
     return np.random.Generator(bits).random(count)
