@@ -218,6 +218,32 @@ class Segments:
             self.slots = self.slots[at]
             self.outputs = slot_of[self.outputs]
 
+    def run(self, fused: Callable, padded: Callable, *rows: Tensor) -> Tensor:
+        """Returns the output (U, …) of a computation that reads whole segments. rows: tensors (U, …)
+
+        fused: the computation for all slots (S, …); used with bf16 or fp16 on a GPU, which its kernels need
+        padded: the computation for one block (rows, columns, …)"""
+        is_fused = rows[0].is_cuda and rows[0].dtype != torch.float32
+        if not (is_fused or self.blocks):
+            self.pad()
+        if self.slots is not None:
+            rows = [TakeRows.apply(x, self.slots) for x in rows]
+        if is_fused:
+            out = fused(*rows)
+        else:
+            # split, not slices: the backward pass of split is one concatenation. The backward pass of each
+            # slice would allocate a gradient of the full size, filled with zeros.
+            sizes = [math.prod(block) for block in self.blocks]
+            parts = [x.split(sizes) for x in rows]
+            outs = []
+            for block, *of_block in zip(self.blocks, *parts, strict=True):
+                out = padded(*[x.unflatten(0, block) for x in of_block])
+                outs.append(out.flatten(0, 1))
+            out = torch.cat(outs)
+        if self.outputs is not None:
+            out = out.index_select(0, self.outputs)
+        return out
+
 
 def packed_attention(
     module: nn.Module,
@@ -250,15 +276,11 @@ def packed_attention(
     if segments is None:
         out = cache.read(module.layer_idx, qkv[0], scaling, sliding_window)
         return out[:, None], None
-    flash = query.is_cuda and query.dtype != torch.float32  # varlen_attn needs bf16 or fp16
-    if not (flash or segments.blocks):
-        segments.pad()
-    if segments.slots is not None:
-        qkv = [TakeRows.apply(x, segments.slots) for x in qkv]  # (S, heads, d)
-    attend = _varlen if flash else _padded
-    out = attend(*qkv, segments, scaling, sliding_window)
-    if segments.outputs is not None:
-        out = out.index_select(0, segments.outputs)
+    out = segments.run(
+        partial(_varlen, segments, scaling, sliding_window),
+        partial(_padded, scaling, sliding_window),
+        *qkv,
+    )
     return out[None], None
 
 
@@ -270,7 +292,7 @@ def _varlen_attn():
     return varlen_attn, inspect.signature(varlen_attn).parameters
 
 
-def _varlen(query, key, value, segments, scaling, window):
+def _varlen(segments, scaling, window, query, key, value):
     """Returns the attention output (S, H, d), computed by one kernel for all segments (see Segments)."""
     varlen_attn, known = _varlen_attn()
     # (number of tokens before, number after); -1: no limit
@@ -294,38 +316,30 @@ def _varlen(query, key, value, segments, scaling, window):
     )
 
 
-def _padded(query, key, value, segments, scaling, window):
-    """Returns the attention output (S, H, d), computed block by block (see Segments)."""
-    # split, not slices: the backward pass of split is one concatenation. The backward pass of each slice
-    # would allocate a gradient of the full size, filled with zeros.
-    sizes = [math.prod(block) for block in segments.blocks]
-    parts = [x.split(sizes) for x in (query, key, value)]
-    outs = []
-    for block, *qkv in zip(segments.blocks, *parts, strict=True):
-        _, columns = block
-        # (rows, heads, columns, d)
-        q, k, v = [x.unflatten(0, block).transpose(1, 2) for x in qkv]
-        # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
-        # torch's fp32 attention would store all attention scores.
-        if q.is_cuda:
-            times = q.shape[1] // k.shape[1]
-            k = k.repeat_interleave(times, 1)
-            v = v.repeat_interleave(times, 1)
-        mask = None
-        if window and window < columns:  # mask[i, j]: token i attends to token j
-            every = q.new_ones(columns, columns, dtype=torch.bool)
-            mask = every.tril().triu(1 - window)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs)
+def _padded(scaling, window, *qkv):
+    """Returns the attention output (rows, columns, H, d) of a block (see Segments)."""
+    q, k, v = [x.transpose(1, 2) for x in qkv]  # (rows, heads, columns, d)
+    # On a GPU (here always fp32), repeat k and v so that they have as many heads as q. With fewer heads,
+    # torch's fp32 attention would store all attention scores.
+    if q.is_cuda:
+        times = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(times, 1)
+        v = v.repeat_interleave(times, 1)
+    mask = None
+    columns = q.shape[2]
+    if window and window < columns:  # mask[i, j]: token i attends to token j
+        every = q.new_ones(columns, columns, dtype=torch.bool)
+        mask = every.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=True,
+    )
+    return out.transpose(1, 2)
 
 
 AttentionInterface.register("torz", packed_attention)
@@ -342,24 +356,12 @@ def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: An
     Its convolution and its recurrence read a whole segment from the start, as attention does. So the rows
     of shared prefixes are copied into each segment (see Segments), and only these two run on the copies."""
     x = hidden_states.squeeze(0)
-    fused = x.is_cuda and x.dtype != torch.float32
-    if not (fused or segments.blocks):
-        segments.pad()
     projections = (net.in_proj_qkv, net.in_proj_b, net.in_proj_a)
-    rows = torch.cat([project(x) for project in projections], -1)
-    if segments.slots is not None:
-        rows = TakeRows.apply(rows, segments.slots)
-    if fused:
-        out = _recur(net, rows[None], segments.cu_seqlens).squeeze(0)
-    else:
-        outs = []
-        sizes = [math.prod(block) for block in segments.blocks]
-        for block, part in zip(segments.blocks, rows.split(sizes), strict=True):
-            out = _recur(net, part.unflatten(0, block), None)
-            outs.append(out.flatten(0, 1))
-        out = torch.cat(outs)
-    if segments.outputs is not None:
-        out = out.index_select(0, segments.outputs)
+    out = segments.run(
+        lambda rows: _recur(net, rows[None], segments.cu_seqlens).squeeze(0),
+        lambda rows: _recur(net, rows, None),
+        torch.cat([project(x) for project in projections], -1),
+    )
     z = net.in_proj_z(x)
     z = z.unflatten(-1, (-1, net.head_v_dim))
     normed = net.norm(out, z)
