@@ -1174,17 +1174,15 @@ def _load(kind, path, device, shard_fn, seed=0):
         part.copy_(drawn[: len(part)])
     of_files = {model.names[name]: p for name, p in state.items()}
     dist.load_files(of_files, path)
-    wrong = []
-    for name, p in model.named_parameters():
-        if not dist.local(p).sum().isfinite():
-            wrong.append(name)
-    check_finite(dist.gather_all(wrong), path)
+    dist.together(check_finite, model.named_parameters(), path)
     return model
 
 
-def check_finite(wrong: list[str], path: str) -> None:
-    """Raises UserError if `wrong`, the names of tensors with NaN or infinity, is not empty."""
-    require(not wrong, f"{path} has NaN or infinity in {', '.join(wrong[:1])}", "intact weights")
+def check_finite(weights: Weights, path: str) -> None:
+    """Raises UserError if this rank's shard of a weight has NaN or infinity."""
+    for name, weight in weights:
+        total = dist.local(weight).sum(dtype=torch.float32)
+        require(bool(total.isfinite()), f"{path} has NaN or infinity in {name}", "intact weights")
 
 
 def files_weights(
@@ -1201,6 +1199,5 @@ def files_weights(
             here = set(f.keys())
             for name in sorted(name for name in ours if model.names[name] in here):
                 tensor = f.get_tensor(model.names[name])
-                if not tensor.float().sum().isfinite():
-                    check_finite([name], path)
+                check_finite([(name, tensor)], path)
                 yield name, tensor.to(device, dist.pushed_dtype(name, dtype))
