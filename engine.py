@@ -246,15 +246,20 @@ class Engine(abc.ABC):
             ) from e
 
     def sample(
-        self, key: Key, prompt: Sequence[int], ids: np.ndarray, logp: np.ndarray, stopped: bool
+        self,
+        key: Key,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        logp: Sequence[float],
+        stopped: bool,
     ) -> Sample:
         """Returns the Sample of a response.
 
         ids, logp (L,): the sampled tokens and their log-probs
         stopped: true if EOS or a stop string ended the response"""
-        return Sample(
-            *key, tuple(prompt), ids, logp, bool(stopped), self.text_of(ids), self.version
-        )
+        ids = np.asarray(ids, np.int32)
+        logp = np.asarray(logp, np.float32)
+        return Sample(*key, tuple(prompt), ids, logp, stopped, self.text_of(ids), self.version)
 
     @property
     def may_stop(self) -> np.ndarray:

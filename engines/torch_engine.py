@@ -619,13 +619,7 @@ class TorchEngine(Engine):
             seen = len(slots.responses)
             self._fill(slots, waiting, seed)
             for r in ended:
-                yield self.sample(
-                    r.key,
-                    requests[r.key],
-                    np.array(r.ids, np.int32),
-                    np.array(r.logp, np.float32),
-                    r.stopped,
-                )
+                yield self.sample(r.key, r.prompt, r.ids, r.logp, r.stopped)
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs

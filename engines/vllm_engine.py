@@ -126,7 +126,7 @@ class VLLMEngine(Engine):
                 ended = self._step()
             for k, ids, logp, stopped in ended:
                 if k in requests:
-                    yield self.sample(k, requests[k], np.array(ids), np.array(logp), stopped)
+                    yield self.sample(k, requests[k], ids, logp, stopped)
 
     def _enqueue(self, queued, temperature, seed, top_p):
         """Queue requests, longest prompts first, and add their responses to `running`.
