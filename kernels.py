@@ -130,6 +130,19 @@ def logits_grad(z: Tensor, scale: float, dtype: torch.dtype, *rows: Tensor) -> T
 
 
 @triton.jit
+def _gate_and_up(gate, up, stride, width, BLOCK: tl.constexpr):
+    """Returns BLOCK columns of one row of gate and of up, in fp32; their places in a tensor without gaps; and
+    a mask."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    read = row * stride + i
+    x = tl.load(gate + read, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + read, mask=inside, other=0.0).to(tl.float32)
+    return x, u, row * width + i, inside
+
+
+@triton.jit
 def _swiglu(
     gate,
     up,
@@ -139,14 +152,8 @@ def _swiglu(
     BLOCK: tl.constexpr,
 ):
     """One program computes BLOCK columns of one row of silu(gate) * up."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < width
-    read = row * stride + i
-    x = tl.load(gate + read, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + read, mask=inside, other=0.0).to(tl.float32)
+    x, u, at, inside = _gate_and_up(gate, up, stride, width, BLOCK)
     y = x * tl.sigmoid(x) * u
-    at = row * width + i
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -162,13 +169,7 @@ def _swiglu_grad(
     BLOCK: tl.constexpr,
 ):
     """One program computes the gradients of BLOCK columns of one row of gate and of up."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < width
-    read = row * stride + i
-    at = row * width + i
-    x = tl.load(gate + read, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + read, mask=inside, other=0.0).to(tl.float32)
+    x, u, at, inside = _gate_and_up(gate, up, stride, width, BLOCK)
     d = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(x)
     silu = x * sigmoid
@@ -180,7 +181,7 @@ def _swiglu_grad(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Returns silu(gate) * up, for two tensors (…, width) with the same strides."""
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = gate.new_empty(gate.shape)
     grid, stride, width = layout(gate)
     _swiglu[grid](gate, up, out, stride, width, BLOCK=COLUMNS)
     return out
@@ -188,8 +189,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def swiglu_grad(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of gate and up, for the gradient `g` of silu(gate) * up."""
-    g_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    g_up = torch.empty_like(g_gate)
+    g_gate = gate.new_empty(gate.shape)
+    g_up = gate.new_empty(gate.shape)
     grid, stride, width = layout(gate)
     _swiglu_grad[grid](
         g.contiguous(),
@@ -302,7 +303,7 @@ def draw(z: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         PIECE=PIECE,
         num_warps=8,
     )
-    token = torch.empty(n, dtype=torch.int64, device=z.device)
+    token = z.new_empty(n, dtype=torch.int64)
     logp = z.new_empty(n)
     _draw[(n,)](
         z,
