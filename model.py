@@ -299,8 +299,11 @@ def _varlen(segments, scaling, window, query, key, value):
     limits = (window - 1 if window else -1), 0
     wanted = {"window_size": limits, "enable_gqa": True, "is_causal": True}
     options = {name: x for name, x in wanted.items() if name in known}
-    have_windows = "window_size" in known
-    require(have_windows or not window, "varlen_attn lacks sliding windows", "torch 2.13 or newer")
+    require(
+        not window or "window_size" in options,
+        "varlen_attn lacks sliding windows",
+        "torch 2.13 or newer",
+    )
     cu = segments.cu_seqlens
     longest = segments.longest
     return varlen_attn(
@@ -442,10 +445,7 @@ class ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature):
-        empty = partial(hidden.new_empty, len(targets), dtype=torch.float32)
-        logp = empty()
-        entropy = empty()
-        lse = empty()
+        logp, entropy, lse = hidden.new_empty(3, len(targets), dtype=torch.float32)
         scale = 1 / temperature
         z = None
         for c in chunks(hidden, weight):
@@ -760,10 +760,7 @@ def gated(act: Callable, gate: Tensor, up: Tensor) -> Tensor:
     """Returns act(gate) * up."""
     if gate.is_cuda and isinstance(act, nn.SiLU | SiLUActivation):
         return SwiGLU.apply(gate, up)
-    product = act(gate)
-    if torch.is_inference_mode_enabled():
-        return product.mul_(up)  # saves an allocation in each decoding step on a CPU
-    return product * up
+    return act(gate) * up
 
 
 class SwiGLU(torch.autograd.Function):
@@ -1193,11 +1190,11 @@ def files_weights(
     """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
     UserError as `on_meta` does."""
     model = on_meta(Policy, path)
-    ours = dict(model.named_parameters())
+    name_of = {model.names[name]: name for name, _ in model.named_parameters()}
     for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
-            here = set(f.keys())
-            for name in sorted(name for name in ours if model.names[name] in here):
-                tensor = f.get_tensor(model.names[name])
+            for stored in sorted(name_of.keys() & f.keys()):
+                name = name_of[stored]
+                tensor = f.get_tensor(stored)
                 check_finite([(name, tensor)], path)
                 yield name, tensor.to(device, dist.pushed_dtype(name, dtype))
