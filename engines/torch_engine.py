@@ -384,15 +384,10 @@ class FusedDecoder:
         """Changes the storage of the weights, see `join`."""
         self.policy = policy
         self.fused = policy.config.model_type in configs.LLAMA_LIKE
-        # For each layer the pair (weight, bias) of one linear layer, see `join`
-        self.qkv = []
-        self.gate_up = []
         if self.fused:
             for layer in policy.model.layers:
-                qkv = join(layer.self_attn, "q_proj", "k_proj", "v_proj")
-                self.qkv.append(qkv)
-                gate_up = join(layer.mlp, "gate_proj", "up_proj")
-                self.gate_up.append(gate_up)
+                layer.self_attn.qkv = join(layer.self_attn, "q_proj", "k_proj", "v_proj")
+                layer.mlp.gate_up = join(layer.mlp, "gate_proj", "up_proj")
 
     def prepare(self, positions: int) -> None:
         """Compute the rotary angles of the first `positions` positions. Policy.hidden computes its own."""
@@ -419,29 +414,29 @@ class FusedDecoder:
         x = F.embedding(tokens, model.embed_tokens.weight)
         cos = self.cos[positions]  # (R, 1, d)
         sin = self.sin[positions]
-        for i, layer in enumerate(model.layers):
-            attention = layer.self_attn
+        for layer in model.layers:
             mlp = layer.mlp
             normed = rms_norm(layer.input_layernorm, x)
-            x = x + self._attention(i, attention, normed, cos, sin, cache)
+            x = x + self._attention(layer.self_attn, normed, cos, sin, cache)
             normed = rms_norm(layer.post_attention_layernorm, x)
-            both = F.linear(normed, *self.gate_up[i])
+            both = F.linear(normed, *mlp.gate_up)
             gate, up = both.chunk(2, -1)
             x = x + mlp.down_proj(gated(mlp.act_fn, gate, up))
         return rms_norm(model.norm, x)
 
-    def _attention(self, i, attention, x, cos, sin, cache):
-        """Returns the output (R, D) of `attention`, that of layer i, for its inputs x (R, D)."""
+    def _attention(self, attention, x, cos, sin, cache):
+        """Returns the output (R, D) of a layer's attention for its inputs x (R, D)."""
+        layer = attention.layer_idx
         d = attention.head_dim
         kv = self.policy.config.num_key_value_heads
-        heads = F.linear(x, *self.qkv[i])
+        heads = F.linear(x, *attention.qkv)
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
         if x.is_cuda and isinstance(cache, Pages):
             query = kernels.rotate_and_store(
                 heads,
                 cos,
                 sin,
-                cache.layers[i],
+                cache.layers[layer],
                 *cache.at,
             )
         else:
@@ -449,8 +444,8 @@ class FusedDecoder:
             turned = qk.roll(d // 2, -1)  # see `prepare`
             qk = torch.addcmul(qk * cos, turned, sin)
             query = qk[:, :-kv]
-            cache.write(i, qk[:, -kv:], heads[:, -kv:])
-        out = cache.read(i, query, attention.scaling)
+            cache.write(layer, qk[:, -kv:], heads[:, -kv:])
+        out = cache.read(layer, query, attention.scaling)
         return attention.o_proj(out.flatten(1))
 
 
@@ -582,9 +577,8 @@ class TorchEngine(Engine):
 
     def load(self, weights):
         parameters = dict(self.policy.named_parameters())
-        with torch.no_grad():
-            for name, tensor in weights:
-                parameters[name].copy_(tensor)
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
         self.ledger.mark("sync")
 
     def unload(self):
