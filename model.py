@@ -648,9 +648,9 @@ class PackModel(nn.Module):
         )
         return out.last_hidden_state
 
-    def hidden_before(self, pack: Pack, at: Tensor) -> Tensor:
-        """Returns (n, D): for each index i in `at` (n,), the last layer's hidden state at the token before i.
-        A head computes the log-prob of token i, or a value, from this hidden state."""
+    def hidden_before(self, pack: Pack) -> Tensor:
+        """Returns (n, D): for each index i in pack.loss_tokens (n,), the last layer's hidden state at the
+        token before i. A head computes the log-prob of token i, or a value, from this hidden state."""
         dist.progress()
         segments = Segments(
             pack.cu_seqlens,
@@ -661,7 +661,7 @@ class PackModel(nn.Module):
         tokens = pack.tokens[pack.unique]
         positions = pack.positions[pack.unique]
         hidden = self.hidden(tokens[None], positions[None], segments=segments)
-        return TakeRows.apply(hidden[0], pack.inverse[at - 1])
+        return TakeRows.apply(hidden[0], pack.inverse[pack.loss_tokens - 1])
 
     def allocate(self, device: Device) -> None:
         """Allocate memory for this model, which is on the meta device (without memory) until then. Compute
@@ -814,7 +814,7 @@ class Policy(PackModel):
         """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution
         that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
         at = pack.loss_tokens
-        hidden = self.hidden_before(pack, at)
+        hidden = self.hidden_before(pack)
         of_tokens = self.lm_head(hidden, pack.tokens[at], temperature)
         zero = hidden.new_zeros(len(pack.tokens), dtype=torch.float32)
         logp, entropy = [zero.index_put((at,), x) for x in of_tokens]
@@ -835,13 +835,12 @@ class Critic(PackModel):
 def critic_values(model: PackModel, head: nn.Linear, pack: Pack) -> Tensor:
     """Returns fp32 (T,): the value of the text before each token; 0 where pack.mask is false. head: computes
     the value from a hidden state of `model`"""
-    at = pack.loss_tokens
-    hidden = model.hidden_before(pack, at)
+    hidden = model.hidden_before(pack)
     # With --lora, the head is in fp32, and the hidden states may be in bf16.
     hidden = hidden.to(head.weight.dtype)
     value = head(hidden)[:, 0].float()
     zero = value.new_zeros(len(pack.tokens))
-    return zero.index_put((at,), value)
+    return zero.index_put((pack.loss_tokens,), value)
 
 
 # --- adapters (--lora)
@@ -941,8 +940,7 @@ class Adapted(nn.Module):
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
                 a, b = self.adapters[key]
-                scale = self.base.alpha / self.base.rank
-                merged = weight.float().addmm(b, a, alpha=scale)
+                merged = weight.float().addmm(b, a, alpha=self.base.linears[key].scale)
                 weight = merged.to(weight.dtype)
             if name.startswith("model.") or not self.score:  # a critic has no LM head
                 yield name, weight
