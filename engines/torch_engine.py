@@ -417,7 +417,13 @@ class FusedDecoder:
         for layer in model.layers:
             mlp = layer.mlp
             normed = rms_norm(layer.input_layernorm, x)
-            x = x + self._attention(layer.self_attn, normed, cos, sin, cache)
+            x = x + self._attention(
+                layer.self_attn,
+                normed,
+                cos,
+                sin,
+                cache,
+            )
             normed = rms_norm(layer.post_attention_layernorm, x)
             both = F.linear(normed, *mlp.gate_up)
             gate, up = both.chunk(2, -1)
@@ -444,7 +450,9 @@ class FusedDecoder:
             turned = qk.roll(d // 2, -1)  # see `prepare`
             qk = torch.addcmul(qk * cos, turned, sin)
             query = qk[:, :-kv]
-            cache.write(layer, qk[:, -kv:], heads[:, -kv:])
+            key = qk[:, -kv:]
+            value = heads[:, -kv:]
+            cache.write(layer, key, value)
         out = cache.read(layer, query, attention.scaling)
         return attention.o_proj(out.flatten(1))
 
@@ -590,8 +598,8 @@ class TorchEngine(Engine):
         self.check(version)
         if not requests:
             return
-        waiting = deque()
         order = sorted(requests, key=lambda k: (-len(requests[k]), k))  # the longest first
+        waiting = deque()
         for k in order:
             waiting.append(Response(k, tuple(requests[k]), limits[k]))
         # Whether a token may end a response. For most tokens it is false, which saves time.
@@ -613,7 +621,13 @@ class TorchEngine(Engine):
             seen = len(slots.responses)
             self._fill(slots, waiting, seed)
             for r in ended:
-                yield self.sample(r.key, r.prompt, r.ids, r.logp, r.stopped)
+                yield self.sample(
+                    r.key,
+                    r.prompt,
+                    r.ids,
+                    r.logp,
+                    r.stopped,
+                )
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
@@ -653,8 +667,6 @@ class TorchEngine(Engine):
 
     def _pages(self, wanted):
         """Returns the number of pages: as many as wanted, if --engine_share has room for them."""
-        if self.device.type != "cuda":
-            return wanted
         c = self.config
         of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer
         page_bytes = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token
@@ -795,15 +807,15 @@ class TorchEngine(Engine):
         ended = []
         ids = recent[:, 0].astype(np.int64)
         may_end = self.may_end[ids].any(1).tolist()
-        steps = ids.shape[1]
         logp = recent[:, 1].tolist()
         # The last responses may be missing in `recent`: they were added after the previous look.
         of_slots = zip(slots.responses, ids.tolist(), logp, may_end, strict=False)
         for r, new_ids, new_logp, may in of_slots:
+            start = len(r.ids)
             r.ids += new_ids
             r.logp += new_logp
             may = may or len(r.ids) >= r.limit
-            if may and self._ends(r, steps):
+            if may and self._ends(r, start):
                 ended.append(r)
                 slots.cache.release(r)
         if ended:
@@ -815,10 +827,9 @@ class TorchEngine(Engine):
         slots.cache.split(last, bool(ended))
         return ended
 
-    def _ends(self, r, new):
-        """Returns whether a response has ended in its last `new` tokens. Removes the tokens after its end."""
-        total = len(r.ids)
-        for end in range(total - new + 1, total + 1):
+    def _ends(self, r, start):
+        """Returns whether a response has ended at r.ids[start] or later. Removes the tokens after its end."""
+        for end in range(start + 1, len(r.ids) + 1):
             ids = r.ids[:end]
             r.stopped = ids[-1] in self.eos or self.at_stop(ids)
             if r.stopped or end == r.limit:
