@@ -458,7 +458,8 @@ def make_packs(
     number = {row[:2]: i for i, row in enumerate(every)}
     prompts, _, lengths, trained = np.array(every).T
     shape = plan.shape_of(model.config.to_dict(), "the policy")
-    forward_flops = partial(plan.forward_flops, shape.policy_params, shape.layers, shape.q)
+    params = shape.policy_params
+    forward_flops = partial(plan.forward_flops, params, shape.attention_layers, shape.q)
     cost = forward_flops(lengths, lengths**2)
     layout = assign(lengths, cost, prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":

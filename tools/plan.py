@@ -283,6 +283,7 @@ def forward_flops(
 ) -> float:
     """Returns the FLOP of a forward pass over `tokens` tokens: 2 per parameter and token, plus attention.
 
+    layers: number of layers with attention (others have Qwen3.5's delta nets, which are not counted)
     width: width of the queries of all heads together
     square_lengths: the sum over all samples of the squared length in tokens"""
     # A sample of length L has L²/2 pairs of a query and a key. A pair costs 4 x width FLOP in each layer.
