@@ -539,6 +539,8 @@ class Reading(NamedTuple):
     parts: object = None
 
 
+# A unit's first name, and other names of the same unit. English plurals need no entry. After a number, a
+# short name such as mm is the unit, not the product of two variables.
 UNIT_NAMES = (
     "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米",
     "m meter metre м 米; km kilometer kilometre км 千米 公里; in inch inche",
@@ -573,8 +575,8 @@ NO_UNIT = (
 )
 NO_UNIT = BASES.keys() | set(" ".join(NO_UNIT).split())
 PART = re.compile(  # tenths, millions, MW
-    r"(?:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
-    r"|\b(?:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
+    r"(?i:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
+    r"|\b(?i:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
     r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
@@ -611,7 +613,9 @@ ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of 
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
-# An equation that gives no value: 2x+1=7. But 2x+y=7 gives 7, the value of 2x+y.
+# An equation that gives no value, because it must be solved for its only variable: 2x+1=7. But 2x+y=7 gives
+# 7, the value of 2x+y, and x^2-1=(x-1)(x+1), with x on both sides, gives (x-1)(x+1). Also a statement with
+# words or `not`, such as `twice x=7`.
 UNSOLVED = re.compile(
     r'[^=]*(?:"|\bnot\b)[^=]*='
     r"|(?:[-+*/.^\d{} ]|\\sqrt)*(\\[a-z]++ ?|[A-Za-z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
@@ -671,7 +675,7 @@ def read(text: str, depth: int = 0) -> Reading:
         inner = partial(read, depth=depth + 1)
         for reader in (
             _read_list,
-            _read_named,
+            _read_equation,
             _read_union,
             _read_inequality,
             _read_matrix,
@@ -725,11 +729,13 @@ def _flat(readings):
     return elements
 
 
-def _read_named(text, inner):
+def _read_equation(text, inner):
+    r"""Returns a Reading of the kind "chain" for 3+4=7, "equation" for 2x+1=7, or "named" for x=7 and x+y=7;
+    None for a text without a sign of EQUAL."""
     parts, found = _split(text, *EQUAL)
     if not found:
         return None
-    name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])
+    name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])  # a ratio AB/CD has the name AB:CD
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
@@ -827,7 +833,7 @@ def _edges(reading):
 
 def _intersection(edges):
     r"""Returns the edges of 1<x<3 for those of the rays x>1 and x<3, and other edges unchanged. Rays that do
-    not meet, such as x<1 and x>3, stand for their union."""
+    not meet, such as x<1 and x>3, stand for their union; so do rays whose ends are no numbers (x>\sqrt2)."""
     ends = [edge for edge in edges if r"\infty" not in edge[1][0].text]
     ends.sort(key=lambda edge: edge[0] in "])")  # a lower end comes first
     values = [end.parts.value for _, (end,) in ends if end.kind == "number"]
@@ -1100,8 +1106,9 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 def _bag(text):
     """Returns a text that is the same for x^2-9 and (-9+x^2): the sorted characters of a formula, without
-    words, brackets, + and *. In an equation, the terms of each side and the two sides are sorted, but not the
-    characters of a term. A text that is one number is not sorted."""
+    words, brackets, + and *. Another formula may have the same characters: x^9-2. In an equation, the terms
+    of each side and the two sides are sorted, but not the characters of a term. A text that is one number is
+    not sorted."""
     text = re.sub(
         r'"(?!choices)[^"]*"| |(?<![\w.])1(?:\*|(?=\\[sl]))|(?<=sqrt)\[2\]'
         r"|[*/]1(?![\d.])|\^\{1\}|\.0+(?!\d)",
@@ -1116,6 +1123,7 @@ def _bag(text):
 
 
 def _letter(text):
+    """Returns the letter of a choice, such as B for `(B) 15`, and also X for the variable x; else None."""
     text = normalise(text).replace('"choices', " choices").replace('"', "")
     match = LETTER.fullmatch(text.upper() if len(text) < 4 else text)  # (d) is the choice D
     return match and match[2]
@@ -1191,32 +1199,32 @@ def _variables(text):
 def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     name, a = _parts(answer, "named", (None, answer))
-    needed, b = _parts(gold, "named", (None, gold))
+    gold_name, b = _parts(gold, "named", (None, gold))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
-    other = (
+    names_differ = (
         name
-        and needed
-        and name not in (needed, INDEX.sub("", needed))
-        and INDEX.sub("", name) != needed
-        and {name, needed} != {"y", "f(x)"}
+        and gold_name
+        and name not in (gold_name, INDEX.sub("", gold_name))
+        and INDEX.sub("", name) != gold_name
+        and {name, gold_name} != {"y", "f(x)"}
     )
     kinds = {a.kind, b.kind}
     if "intervals" in kinds:
-        if len(kinds) == 1 and name and needed and name != needed:  # b>a equals a<b
+        if len(kinds) == 1 and name and gold_name and name != gold_name:  # b>a equals a<b
             return prove(answer.text, gold.text)
         return _same(a, b, prove)
-    if other and not kinds <= {"number", "expression", "text"}:
+    if names_differ and not kinds <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
-    if needed and (not _is_name(needed) or re.fullmatch("[a-z]{2,}", needed)):
+    if gold_name and (not _is_name(gold_name) or re.fullmatch("[a-z]{2,}", gold_name)):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
-    if other or "equation" in kinds:
+    if names_differ or "equation" in kinds:
         letters = _variables(b.text) - {"e", "i"}
-        curve = not needed or letters and letters | {needed} <= set("Ctxyz")
-        return bool(curve) and _same_expression(answer, gold, prove)
+        is_curve = bool(letters) and (letters | {gold_name}) <= set("Ctxyz")
+        return (not gold_name or is_curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
 
@@ -1226,9 +1234,9 @@ def _same_chain(answer, gold, prove):
     after the value must be right within one percent. If the value is an integer, they must be exact. More
     than one rounding is wrong: otherwise one of many could be right by chance."""
     value, exact, rounded = _parts(answer, "chain", (answer, (), ()))
-    rounds = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
+    is_rounding = "." in gold.text and any(_same(read(text), gold, prove) for text in rounded)
     needed, *_ = _parts(gold, "chain", [gold])
-    if len(rounded) > 1 or not rounds and not _same(value, needed, prove):
+    if len(rounded) > 1 or not is_rounding and not _same(value, needed, prove):
         return False
     if value.kind == "quantity":
         value = value.parts[0]
