@@ -313,7 +313,7 @@ CONTRARY = (
 CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
 IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes)|[^\W不]*[为是])\b"
 SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real|positive|natural)\b"
-FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since|a\w+ed)\b ?|{SOME} ?)+"
+FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since|attained|achieved)\b ?|{SOME} ?)+"
 NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
 BEFORE = rf'(?<=[^,;( ])(?:[,;(]| (?=[a-zC](?:\\|[<>]))| ?"{FOR}")+ ?'
@@ -332,6 +332,7 @@ TIDY = {
     r"^\(?[1Ii]\) +(.{1,300}?)[;,.]? ?\(?(?:2|II|ii)\) *(?=[^ )+*/^])": r"\1; ",
     r'^\(?"?a"?\) ?(.{1,300}?)[;,.]? ?\(?"?b"?\) *(?=[^ )+*/^])': r"a=\1; b=",  # (a) 5 (b) 7
     r"^ ?([+-]?)\$ ?(?=-?[\d.])|\\\$": r'\1"dollars"',
+    r"^ ?Rs\.? ?(?=\d)": '"Rs"',
     r'"per" ?"cent"|"per cent"': r"\\%",
     r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
     r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})": r"\\sqrt{\1}",
@@ -349,7 +350,7 @@ TIDY = {
     r'\\\{ ?\\\}|(?:"the" ?)?"empty" ?"set"': EMPTY,
     r"\\(begin|end)\{array\}(?:\{[lcr|]*\})?": r"\\\1{matrix}",
     r"small(?=matrix\})": "",
-    r"^\\begin\{(?:align|gather)\w*\*?\}(?:\[\w\])?(.*)\\end\{\w+\*?\}$": _system,
+    r"^\\begin\{(?:align|gather)\w*\*?\}(?:\[\w\])?[ &]*((?:[^&]|& *=)*)\\end\{\w+\*?\}$": _system,
     r'(?i)(?:"(?:for|over)" ?)?"all" ?(?:"the" ?)?"real(?:s|" ?"numbers)"': r"\\mathbb{R}",
     r"\\mathbb ?([A-Z])": r"\\mathbb{\1}",
     r"(?<=\b[A-Z]) (?=[A-Z]\b)": "",  # \angle A B C
@@ -397,15 +398,15 @@ TIDY = {
     r"C_\{([\w+-]+)\}\^\{(\w+)\}": r"\\binom{\1}{\2}",
     r"^(-?)(\\(?:sqrt|l)[^-+*/]+)/(\\(?:sqrt|l)[^-+*/]+)$": r"\1\\frac{\2}{\3}",  # \ln5/\ln2
     r"^([+-]?)(\()?([+-]?\d+)(?(2)\))/(\()?(\d+)(?(4)\))$": r"\1\\frac{\3}{\5}",  # (1)/(2)
-    r"^(?:l|\\ell ?):": "",  # the line l: y=2x
+    r"^(?:l|\\ell ?):(?=.*=)|:(?==)": "",  # the line l: y=2x; x:=5
     r"[,;](?=\\approx)": "",
     r"\((\\approx[^()]*)\)$": r"\1",
-    r'\("(?:(?:double|repeated|positive|negative) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
+    r'\("(?:(?:double|repeated) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
     r'\(("[^"]*")\)$': r"\1",  # 5 (cm)
     r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
-    r"(?<![^,;])([A-Z](?:_\{\w\})?)(?=\([^()]*,[^()]*\)(?![^,;]))": r"\1=",  # A(1,2)
-    r"(?<=\))\^\{(?:T|\\top ?)\}$": "",  # (1,2)^T
-    r'^"(?:either|both)" ?': "",
+    r"(?<![^,;])([A-Z](?:_\{\w\})?)(?=\([^()]*,[^()]*\)(?![^,;.]))": r"\1=",  # A(1,2)
+    r"^(\([^()]*,[^()]*\))\^\{(?:T|\\top ?)\}$": r"\1",  # (1,2)^T
+    r'^"(?:either|both)" ?(?=.*[,;])': "",
     r'"as well as"': ",",
     # {x | x>2} and {(x,y) | x+y=1}
     r"\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:]((?:(?!\\\}).)+)\\\}": r" \1",
@@ -420,18 +421,21 @@ TIDY = {
     r"(?:[\^_{}+*]|\\ge ?0|>0)*\)?$": "",
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
-    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?(?:[a-z]=)+[-\w.]+\)?$': "",  # 5 when x=2
+    # 5 when x=2, but not x^2 when x=2
+    rf'^(?=.*"{FOR}" ?([a-z])=)((?:(?!\1).)+?)[,;(]? ?"{FOR}" ?(?:[a-z]=)+[-\w.]+\)?$': r"\2",
     rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
-    rf'(?:(?:[^\W\d]+" (?:of )?[^"=]{{1,40}}")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
+    rf'(?:(?:[^\W\d]+" (?:of )?(?!of\b)[a-z](?:[-+]?[a-z])* ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
     r'|[^\W\d]+" ?:)(?=.)': "",
-    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$|\\\{{|y=)': "",  # center (5,-3)
+    rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
+    r'^"(?i:(?:the )?(?:set|line|curve|equation))" ?(?=\\\{|.*=)': "",
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
-    r' ?"?\bonly"$': "",
+    r'(?<=.) ?"only"\.?$': "",
+    r'(?<=\w) only"\.?$': '"',
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)")\.? ?'
     r"(-?\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
@@ -602,23 +606,31 @@ FRACTION = re.compile(
 BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re.ASCII)
 # The letters and LaTeX commands that a chain such as 3+4=7 may have. Units may have any letters.
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
-# A name: x, a_{1}, f(x), f', |AB|, \angle ABC, "Tom", (r,\theta), but no operation such as 2x or x+y
-NAME = re.compile(
-    rf'(?!.*\bnot\b|[({{[]*(?:\d|\\(?:pi|infty|ln|log|sqrt)(?![a-z])))(?:"{CONTRARY}[^"]*"'
-    r"|\\?\{[^{}]*\}|\((?:[^()]|\([^()]*\))*\)|\[[^][]*\]|\|[^|]*[A-Za-z][^|]*\|"
-    r"|[^-+*/^=<>(){}[\]|!\"]|(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\})+"
+# A name may stand before `=`. It is one of NAMES, and then any of ENDS in this order
+NAMES = (
+    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
+    r"(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?",  # x, ABC
+    r'"(?![^"]*\b(?i:half|twice|not|never|wrong|false|opposite|negative of)\b)[^"]*"',  # "Tom"
+    r'\\?\|[^|=<>+-]*[A-Za-z][^|=<>+-]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
+    r"\\?[({][^-+*/^=<>]*,[^-+*/^=<>]*[)}]",  # (r,\theta)
+    r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [a-z]",
 )
+ENDS = (
+    r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
+    r"(?:_\{[^{}]*\})?'*",  # a_{1}, f'
+    r"(?<=[A-Zf])\^\{-1\}|(?<=sigma)\^\{2\}",
+    r"\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\]",  # f(x), E[X]
+)
+NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
 QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
 INDEX = re.compile(
     r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
 )  # the _{1} of a_{1}, the (A) of P(A)
-# An equation that gives no value, because it must be solved for its only variable: 2x+1=7. But 2x+y=7 gives
-# 7, the value of 2x+y, and x^2-1=(x-1)(x+1), with x on both sides, gives (x-1)(x+1). Also a statement with
-# words or `not`, such as `twice x=7`.
-UNSOLVED = re.compile(
-    r'[^=]*(?:"|\bnot\b)[^=]*='
-    r"|(?:[-+*/.^\d{} ]|\\sqrt)*(\\[a-z]++ ?|[A-Za-z])(?:[-+*/.^\d{} ]|\1)*(?:=|\\equiv)(?!.*\1)"
+# Group 1 is a variable of a formula, with index and argument: x, a_{1}, f(1), AB, \alpha
+VARIABLE = re.compile(
+    r"\\(?!(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z]))[A-Za-z]+"
+    r"|[ei](?![_(])|((?:\\[a-z]+|[A-Z]{2,}|[A-Za-z])(?:_\{[^{}]*\})?'*(?:\([^()]*\))?)"
 )
 LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
@@ -704,7 +716,7 @@ def _read_list(text, inner):
         return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
     elements = _flat(inner(part.rstrip(",")) for part in parts)
-    if {e.kind for e in elements} == {"named"}:
+    if all(e.kind == "named" and _is_name(e.parts[0]) for e in elements):
         # Sort by name. Greek names, such as \theta, come last.
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
@@ -736,17 +748,29 @@ def _read_equation(text, inner):
     if not found:
         return None
     name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])  # a ratio AB/CD has the name AB:CD
+    right = text[len(parts[0] + found[0]) :].strip()
+    if _is_name(name):
+        return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
     exact = [*found, r"\approx"].index(r"\approx")
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
-    if not _is_name(name) and set(SYMBOL.findall(bare)) <= VALUES:
+    if set(SYMBOL.findall(bare)) <= VALUES:
         value = inner(parts[exact])
         steps = _split(bare, *EQUAL)[0]
         return "chain", (value, steps[:exact], steps[exact + 1 :])
-    if not _is_name(name) and UNSOLVED.match(text):
-        return "equation", None
-    right = text[len(parts[0] + found[0]) :].strip()
-    return "named", (name, inner(right))
+    if _gives_value(parts[0]):
+        return "named", (name, inner(right))
+    return "equation", None
+
+
+def _gives_value(left):
+    """Returns whether an equation tells the value of its left side, which is no name: x+y=7, f(1)+f(2)=7. But
+    2x+1=7 must be solved for its only variable."""
+    variables = [*filter(None, VARIABLE.findall(left))]
+    if re.search(r'"|\b(?:not|neg)\b', left):
+        return False
+    is_sum = "+" in left and not re.search(r"\d", left)  # n+n
+    return len({*variables}) > 1 or len(variables) > 1 and is_sum
 
 
 def _is_name(text):
@@ -816,10 +840,10 @@ def _edges(reading):
                 return []
             if edges and r"\ne" in part.text:
                 edges += found[1:-1]
-            elif ";" in reading.text:
-                edges += found
             else:
-                edges = _intersection(edges + found)
+                edges += found
+                if re.search(r"[<>]|\\[gl]e", reading.text) and ";" not in reading.text:
+                    edges = _intersection(edges)
         return edges
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]

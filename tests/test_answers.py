@@ -429,6 +429,31 @@ E_{0} ~ E_0 ~~ E_1 ~ E ~ E^0
 -\frac32 ~ -3./2 ~ \frac{-3.}{2} ~~ -3/4 ~ 3./2 ~ -3.2
 14\text{ élèves} ~ 14 ~ 14 élèves ~~ 41 élèves
 7,2 см ~ 7.2 ~ 7.2 см ~~ 72 ~ 7 см
+(1,3] ~ x>1 \text{ and } x\le3 ~ 1<x,x\le3 ~~ x>1 \text{ or } x\le3 ~ x>3 \text{ and } x\le1 ~ x\le3
+(-\infty,1)\cup(3,\infty) ~ x<1 \text{ and } x>3 ~ x<1 \text{ or } x>3 ~~ 1<x<3 ~ x<1
+(0,3)\cup(3,5) ~ x>0, x<5, x\ne3 ~~ 0<x<5 ~ x\ne3
+7 ~ f(1)+f(2)=7 ~ 2a+b=7 ~ \alpha+\beta=7 ~ k:=7 ~ \|v\|=7 ~~ x+1=7 ~ 2\alpha=7 ~ \sqrt{x}=7 ~ x\not=7
+7 ~ x=7 ~~ 2(x+1)=7 ~ \ln x=7 ~ (x-3)^2=7 ~ 2x\approx7 ~ x\not\approx7 ~ \neg x=7 ~ \binom52=7
+x+y=7 ~ y=7-x ~ 2x+2y=14 ~~ 7 ~ x+y=8 ~ x-y=7
+x+y-2=0 \text{ or } x-y+4=0 ~ 2x+2y-4=0 \text{ or } x-y+4=0 ~~ 0,0 ~ (0,0) ~ x+y-2=0
+(x-1)(y-2)=6 ~ (y-2)(x-1)=6 ~ xy-2x-y-4=0 ~~ 6
+\frac43\pi ~ \frac{4}{3}\pi\approx4.19 ~~ \frac43\pi\approx4.9
+(-\infty,5) ~ x<5 ~~ (x-1)<5 ~ \sin x<5 ~ \frac x5<5
+5 ~ 5\text{ when } x=2 ~ 5 \text{ (at } x=2) ~ 5, \text{where }n=2 ~~ 2\text{ when }x=5
+5 ~ 5\text{ (double root)} ~ 5\text{ is the minimum value} ~~ 5\text{ is the wrong value}
+5 ~ \text{The value of } a+b \text{ is } 5 ~~ \text{the value of } -x \text{ is } 5
+2^n ~ 2^n, n\in\mathbb{N} ~~ 2^n \text{ for } n=10
+\sqrt5 ~ \sqrt5\ (\approx 2.236) ~ \sqrt5 \text{ or approximately } 2.236 ~~ \sqrt5 \text{ or } 2.236
+1,2 ~ \text{either }1\text{ or }2 ~ \text{both }1\text{ and }2 ~ 1\text{ as well as }2 ~~ \text{neither }1,2
+\text{both} ~ Both ~~ . ~ only ~ either ~ 5
+(3,-1) ~ \begin{align*}x&=3\\ y&=-1\end{align*} ~ x = 3\\ y = -1 ~ (3,-1)^T ~~ x = -1\\ y = 3
+(0,1),(2,3) ~ A(0,1), B(2,3) ~ (0,1),\\(2,3) ~~ A(1,0), B(2,3) ~ (0,1,2,3)
+\text{I and III} ~ \text{I, III} ~ \text{I and III only} ~~ \text{I only} ~ \text{I and II only}
+A,C ~ (A), (C) ~~ (A), (B) ~ (A),(C),(D)
+\{1,2\} ~ \text{The set } \{1,2\} ~~ \text{excluding } \{1,2\} ~ \text{anything besides } \{1,2\}
+12 ~ \text{least common multiple}=12 ~ 12 \text{ cm only} ~~ \text{wrong}=12 ~ \text{the opposite}=12
+24 ~ 24\text{ eggs} ~~ 24\text{ Dozens} ~ 24\text{ dozen}
+450 ~ Rs. 450 ~ \$450 ~~ -\$450 ~ Rs. 45
 ¥88 ~ 88 ~ 88元 ~~ ¥89
 f(x)=\pm x ~ f(x)=x, f(x)=-x ~ f(x)=-x\text{ or }f(x)=x ~~ f(x)=x ~ f(x)=\pm 2x
 f(x)=2x-1 ~ f(t)=2t-1 ~ 2x-1 ~~ f(t)=2x-1 ~ f(t)=2t+1 ~ g(x)=2x-1
