@@ -553,6 +553,12 @@ def named(name: str) -> Path:
     raise UserError(f"{name} is no complete checkpoint; needed: {needed}")
 
 
+def run_of(name: str) -> Path | None:
+    """Returns the folder of the run whose checkpoint `named` finds; None if it finds none."""
+    _, path = _attempt(named, name)
+    return path.parent.parent if path else None
+
+
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
     of the checkpoint is damaged, or if the checkpoint has the name of another step."""
@@ -614,8 +620,17 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
     for name, fact in facts["read"].items():
         if name.startswith(("policy's", "critic's", "lora")):
             read[name] = fact
-    needed = f"its --lora and --model {saved['config']['model']}, or --model with its export"
-    check_unchanged(path, saved, read, needed)
+    before = saved["config"]
+    flags = f"its --lora and --model {before['model']}"
+    if before["critic_model"]:
+        flags += f" --critic_model {before['critic_model']}"
+    own = facts["config"]["critic_model"]
+    require(
+        "critic" not in saved["models"] or own in ("", before["critic_model"]),
+        f"{path} has a critic, and --critic_model names another",
+        flags,
+    )
+    check_unchanged(path, saved, read, f"{flags}, or --model with its export")
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:

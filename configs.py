@@ -96,7 +96,8 @@ def user_errors(prog: str) -> Iterator[None]:
         line = printable(f"{prog}: {e}").replace("\n", r"\n")  # a path may have a line break
         tell_torchrun(line)
         # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
-        silent = os.environ.get("LOCAL_RANK", "0") != "0" or "TORZ_LAUNCHED" in os.environ
+        other_rank = "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+        silent = other_rank or "TORZ_LAUNCHED" in os.environ
         sys.exit(1 if silent else line)
     except KeyboardInterrupt:  # a traceback would hide the last messages
         sys.exit(130)
@@ -198,7 +199,7 @@ class Config:
     extractor: tuple[str, ...] = ("orz",)  # where the answer is: orz, boxed, …; DATASET=NAME for one data set
     env: str = ""  # environment FILE.py:FUNCTION or :CLASS, called after each turn; empty: one turn
     max_turns: Count = 8  # with --env: maximum number of the policy's turns in a response
-    seed: Amount = 0  # the only source of randomness
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0  # the only source of randomness
 
     # --- length of the run: one of steps, epochs, total_episodes
     epochs: Amount = 0  # passes over the prompts; 0: not given
@@ -311,11 +312,6 @@ class Config:
         require(
             not self.start_from or self.resume in ("auto", "never"),
             f"--start_from begins a run, and --resume {self.resume} continues one",
-            "only one of them",
-        )
-        require(
-            not (self.start_from and self.critic_model),
-            "--start_from has a critic, and --critic_model names another",
             "only one of them",
         )
         require(
@@ -959,6 +955,8 @@ def parse(
         print(textwrap.fill(usage, 80, break_on_hyphens=False), end="\n\n")
         print(in_groups(said.getvalue()))
         raise
+    if kind is Config and not cfg.out:
+        cfg = replace(cfg, out=default.out)
     cfg.check_length()
     check_given(cfg, given)
     return cfg

@@ -63,13 +63,17 @@ class World:
         return self.rank == 0
 
 
-def launch(ranks: int) -> int | str:
+def launch(ranks: int, grace: float) -> int | str:
     """Run the command line sys.argv on `ranks` ranks of this machine, as torchrun does. Returns the exit
-    status, or, if a rank failed, one line that says why the first failed rank ended."""
+    status, or, if a rank failed, one line that says why the first failed rank ended.
+
+    grace: seconds that the ranks may take to save after a signal"""
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
     os.environ["TORZ_LAUNCHED"] = ""
+    # torchrun's default is 30 seconds, after which it kills the ranks.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{grace + 5:.0f}")
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     # torchrun would handle signals that nohup ignores.
     handled = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *not_ignored()]
@@ -127,7 +131,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         require(
             local_rank < gpus,
             f"{gpus} GPUs on {os.uname().nodename} are too few: each rank takes one",
-            f"--ranks of at most {gpus} for each machine, or --device cpu",
+            "a GPU for each rank of a machine (--ranks), or --device cpu",
         )
         torch.cuda.set_device(local_rank)
         check_allocator()

@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, explained, nearest, require, run_command
+from configs import Config, checked, explained, nearest, require, run_command
 from grading.answers import KINDS, extract
-from grading.rows import plain_text, read_rows
+from grading.rows import dataset_of, gold_answer, read_rows
 from grading.worker import REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
@@ -70,7 +70,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     require(
         len(names) == len(terms),
         f"--reward {' '.join(reward)} has two terms with the same name",
-        "at most one comparison of answers, and functions with different names",
+        "one of the comparisons, one function for a data set, and functions with other names",
     )
     return sorted(terms, key=lambda t: not t.is_grader)
 
@@ -298,26 +298,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
     with Grader(workers=2, customs=[t.custom for t in terms if t.custom]) as grader:
         for number, row in read_rows(responses):
             rows += 1
-            with explained(
-                f"{responses} row {number} can't be graded", '{"response": …, "answer": …}'
-            ):
-                text = row["response"]
-                if "segments" in row:  # with --env, every second text is the environment's
-                    text = "\n".join(row["segments"][::2])
-                gold = row["gold"] if "gold" in row else row["answer"]
-                for t in graders_of(row.get("dataset") or "", terms):
-                    grader.submit(
-                        (number, t),
-                        text,
-                        plain_text(gold),  # a number is allowed, as in training
-                        row.get("stopped", True),
-                        row.get("kind", kind_of(reward)),
-                        extractor,
-                        t.custom,
-                        problem=row.get("problem"),
-                        row=row.get("row", row),  # a row of samples/ has the data row in `row`
-                        sample=row,
-                    )
+            where = f"{responses} row {number}"
+            text = _submit(grader, terms, reward, extractor, row, number, where)
             for t in terms:
                 if t.name in TEXT_PARTS:
                     values[t].append(TEXT_PARTS[t.name](text))
@@ -332,6 +314,39 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
         print(f"error: {error!a}")
 
 
+def _submit(grader, terms, reward, extractor, row, number, where):
+    """Submit a row of `dry_run` to the graders among `terms`. Returns the text that they read.
+
+    where: the row's file and number"""
+    needed = '{"response": "text", "answer": "text"}'
+    checked(row, {"response": str}, where)
+    text = row["response"]
+    if "segments" in row:  # with --env, every second text is the environment's
+        text = "\n".join(row["segments"][::2])
+    kind = row.get("kind") or kind_of(reward)
+    gold = row["gold"] if "gold" in row else gold_answer(row, kind, where)
+    require(gold is not None, f"{where} has no answer as text", needed)
+    require(
+        "gold" not in row or "row" in row or not grader.reads_rows,
+        f"{where} is a sample without its row of the data file, which --reward reads",
+        "samples of a run whose --reward reads it, too",
+    )
+    for t in graders_of(dataset_of(row, where), terms):
+        grader.submit(
+            (number, t),
+            text,
+            gold,
+            row.get("stopped") is not False,
+            kind,
+            extractor,
+            t.custom,
+            problem=row.get("problem"),
+            row=row.get("row", row),  # a row of samples/ has the data row in `row`
+            sample=row,
+        )
+    return text
+
+
 def _print_means(values, rows):
     """Prints the mean of each term, and of the sum of all terms.
 
@@ -340,8 +355,8 @@ def _print_means(values, rows):
     for t, of_term in values.items():
         sum_of_term = math.fsum(of_term)
         total += t.weight * sum_of_term
-        mean = sum_of_term / max(len(of_term), 1)
-        print(f"mean {t.kind or t.name} {mean:.4f}, weight {t.weight:g}")
+        mean = f"{sum_of_term / len(of_term):.4f}" if of_term else f"no rows of {t.dataset}"
+        print(f"mean {t.kind or t.name} {mean}, weight {t.weight:g}")
     print(f"mean of the sum {total / max(rows, 1):.4f}")
 
 

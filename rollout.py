@@ -287,7 +287,7 @@ class Trajectories:
         # error of the environment.
         known = self.engine.config.vocab_size
         if 0 < left < len(ids) or max(ids, default=0) >= known:
-            self.grader.errors["Flood"] = (
+            self.grader.errors["Flood", self.cfg.env] = (
                 f"Flood: the environment's text has {len(ids)} tokens up to {max(ids)}; "
                 f"the response has room for {left}, and the model knows {known}"
             )

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     if starts > 1:
         import dist  # not at the top: dist imports torch, which is slow
 
-        sys.exit(dist.launch(starts))
+        sys.exit(dist.launch(starts, CONFIG.grace))
     if main_rank:
         print("loading torch and transformers …", flush=True)
 
@@ -155,6 +155,7 @@ def train(run: Run) -> bool:
         if step == cfg.steps:
             if metrics:
                 run.log.step(step, metrics)
+                log_errors(run, step)
             break
         with dist.phase("pack"):
             if cfg.compares_samples:
@@ -764,9 +765,15 @@ def end_of_step(
     if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
-    for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
-        log.alarm(f"grading failed, and the term of --reward is 0: {ascii(error)}", step)
+    log_errors(run, step)
     return dist.stop_requested()
+
+
+def log_errors(run: Run, step: int) -> None:
+    """Raise an alarm for each new error of a function of --reward or --env, on any rank."""
+    for error in sorted(set(dist.gather_all(run.grader.new_errors()))):
+        text = f"grading failed, and the term of --reward or the reward of --env is 0: {error!a}"
+        run.log.alarm(text, step)
 
 
 def step_metrics(

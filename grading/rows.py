@@ -180,7 +180,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
         answer = _letter_of(gold, choices, fields, where)
     else:
-        answer = _answer(fields, kind, where)
+        answer = gold_answer(fields, kind, where)
         # The number may be the index of a choice. Then the choice's text would count as wrong.
         require(
             not choices or not _is_number(gold) or answer in choices.values(),
@@ -188,7 +188,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
             'a choice\'s text, or "reward": "choice"',
         )
     _check_text(answer, "answer", gold, row, where)
-    dataset = _dataset(fields, where)
+    dataset = dataset_of(fields, where)
     unused = _unused(fields, problem, turns, where)
     differs = not choices and _differs(fields, answer, kind)
     return Row(turns, answer.strip(INVISIBLE), kind, dataset, unused, differs)
@@ -291,7 +291,7 @@ def _turns(prompt, where):
     return tuple(turns)
 
 
-def _dataset(fields, where):
+def dataset_of(fields: dict, where: str) -> str:
     """Returns the name of the row's data set; "" if the row has none. In Open-Instruct RLVR the field is a
     list of one text."""
     value = _first(fields, "dataset", "data_source")
@@ -334,7 +334,7 @@ def plain_text(value: Any) -> str | None:
     return str(value)
 
 
-def _answer(fields, kind, where):
+def gold_answer(fields: dict, kind: str, where: str) -> str | None:
     """Returns the gold answer as text, without its worked solution. Returns None if the row has no gold
     answer that is a text or a number."""
     text = plain_text(_gold(fields))
@@ -349,7 +349,7 @@ def _answer(fields, kind, where):
         )
         return boxed.strip()
     _, marked, last = text.rpartition("####")  # GSM8K
-    if marked and "\n" not in last.strip():
+    if marked and "\n" not in last.strip() and kind != "exact":
         return last.strip()
     if _first(fields, *ANSWER) is fields.get("solution"):  # the gold answer is the field `solution`
         # In TRL's format, `solution` may be the answer alone: one line with fewer than 4 words.
@@ -371,7 +371,7 @@ def _differs(fields, answer, kind):
     golds = [{name: fields[name]} for name in ANSWER if fields.get(name) is not None]
     for gold in golds[1:]:  # `answer` is from the first one
         with suppress(UserError):  # a solution without a boxed answer
-            other = _answer(gold, kind, "")
+            other = gold_answer(gold, kind, "")
             if other and other != answer and quick_grade(other, answer, kind) is False:
                 return True
     return False
@@ -462,7 +462,7 @@ def _letter_of(gold, choices, fields, where):
         if gold in raw:  # the number may also be a choice itself
             found.append(list(choices)[raw.index(gold)])
     else:
-        text = (_answer(fields, "choice", where) or "").strip()
+        text = (gold_answer(fields, "choice", where) or "").strip()
         found = []
         for letter, choice in choices.items():
             if text == choice.strip() or grade(text, letter, "choice"):

@@ -141,6 +141,8 @@ _live = {}  # seed of a response -> its environment with state, and the policy's
 def _rewarded(value):
     """Returns the reward that a grader returned as a float, and its reason. Raises an error if it is not a
     finite float32."""
+    if isinstance(value, str):
+        raise TypeError(f"the reward is the text {value!r:.80}; needed: a number")
     reward = float(value)
     if not abs(reward) <= LARGEST:
         raise ValueError(f"the reward is {reward}; needed: a finite float32")
@@ -278,11 +280,17 @@ def _import_function(spec, known):
     if name not in module:
         raise NameError(f"no function {name!r}{nearest(name, module)}")
     function = module[name]
-    if isinstance(function, type):
+    is_class = isinstance(function, type)
+    if is_class:
+        if known != TURN:
+            raise TypeError(f"{name} is a class; only --env may be one")
         known = MAKE
     signature = inspect.signature(function)
-    # Without any of these names, the function may have **kwargs. Then it gets all arguments.
-    names = [name for name in known if name in signature.parameters] or known
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    names = [name for name in known if takes_all or name in signature.parameters]
+    if not names and not is_class:
+        names = known  # `bind` refuses the function
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
@@ -632,7 +640,7 @@ class Grader(AbstractContextManager):
         self.failure = ""  # why the run must end (see `check`)
         # A server is replaced when it is silent for this time and the `seconds` of its file.
         self.patience = START + WALL * deadline
-        self.errors = {}  # type of an error -> its first message
+        self.errors = {}  # (type of an error, FILE.py:FUNCTION or "") -> its first message
         self._told = 0  # number of messages that new_errors has returned
         self._grades = {}  # key -> Grade or Reply, for `results`
         try:
@@ -820,7 +828,8 @@ class Grader(AbstractContextManager):
                 grade = Grade(min(value, 0.0), "truncated", None)
             self._grades[key] = grade
         if error:
-            self.errors.setdefault(error.partition(":")[0], error)
+            kind = error.partition(":")[0]  # such as ValueError
+            self.errors.setdefault((kind, server.spec), error)
         if server is self.comparisons:
             return
         late = reason == "timeout" or "WorkerDied" in (error or "")

@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, read_json, require, show
+from configs import Config, Say, UserError, read_json, require, show
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -195,7 +195,13 @@ def with_checkpoint(
     if not resumes:
         return replace(cfg, start_from=str(path or "")), NEW
     saved = ckpt.read_state(path)
-    cfg = replace(cfg, start_from=saved["config"]["start_from"], resume="auto")
+    begun = saved["config"]["start_from"]
+    if cfg.start_from and ckpt.run_of(cfg.start_from) not in (None, Path(begun).parent.parent):
+        raise UserError(
+            f"{path} began from {begun or '--model'}, not from {cfg.start_from}; "
+            "needed: another --out, or the same command without --start_from"
+        )
+    cfg = replace(cfg, start_from=begun, resume="auto")
     if cfg.engine == "auto" and cfg.tp == 1 and world.device.type == "cuda":
         before = saved["config"]["engine"]  # "auto" in old checkpoints, when it was vllm
         cfg = replace(cfg, engine="vllm" if before == "auto" else before)

@@ -396,6 +396,13 @@ def test_a_run_may_start_from_another_ones_weights(base, two_ranks, tmp_path, ca
                          (make_model(tmp_path / "deep", layers=3), "num_hidden_layers: 2 -> 3")):
         said, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, out=f"{tmp_path}/c", model=str(model)))
         assert words in said and f"critic's {words}" in said and f"--model {base.model}" in said
+    for changes, words in (
+            (dict(out=f"{tmp_path}/c", critic_model=str(other.parent)), "has a critic, and --critic_model"),
+            (dict(steps=2, start_from=str(source)), f"not from {source}; needed: another --out, or")):
+        said, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, **changes))
+        assert words in said
+    same = dataclasses.replace(cfg, steps=2, start_from=str(two_ranks[0]))  # another step of the same run
+    assert run_ranks(1, ranks.prepared, same)[0]["start"] == 1
 
 
 def test_signals_are_handled_only_while_training(capfd):

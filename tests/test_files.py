@@ -498,7 +498,7 @@ def test_the_launcher_goes_on_under_nohup_and_needs_no_name_of_its_host(tmp_path
     rename = "libc = ctypes.CDLL(None)\nlibc.unshare(0x4000000)\nlibc.sethostname(b'node-x7', 7)"
     (tmp_path / "main.py").write_text("import ctypes, signal, sys, dist\nsys.argv = ['rank.py']\n"
                                       "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-                                      f"{rename if os.geteuid() == 0 else ''}\nsys.exit(dist.launch(2))\n")
+                                      f"{'' if os.geteuid() else rename}\nsys.exit(dist.launch(2, 9))\n")
     process = forked(f"{tmp_path}/main.py", cwd=tmp_path, start_new_session=True)
     assert [process.stdout.readline() for _ in range(2)] == ["127.0.0.1\n"] * 2
     os.killpg(process.pid, signal.SIGHUP)
@@ -513,7 +513,8 @@ def test_the_launcher_passes_sigusr1_on(tmp_path):
                                       "def hear(*_):\n    Path('heard' + os.environ['RANK']).touch()\n"
                                       "    os._exit(0)\n\nsignal.signal(signal.SIGUSR1, hear)\n"
                                       "print(os.getpid(), flush=True)\nwhile True:\n    time.sleep(0.02)\n")
-    (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
+    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
+    (tmp_path / "main.py").write_text(main)
     process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
     pids = [int(process.stdout.readline()) for _ in range(2)]
     try:

@@ -71,7 +71,7 @@ AT_ONCE = {
     "carry without correction": ("tiny-grpo --round_len 4 --carry 0.25 --mismatch none", "--mismatch tok"),
     "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
                              "--resample_rounds 1 can't be used together"),
-    "two critics": ("tiny-ppo --start_from a --critic_model b", "--start_from has a critic, and --crit"),
+    "a seed that torch can't take": ("tiny-ppo --seed 18446744073709551617", "--seed"),
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25", "needed: --round_len 3, or"),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data a.j", "no data file a"),
@@ -282,7 +282,8 @@ def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the r
     (tmp_path / "rank.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
                                       "from configs import UserError, user_errors\n"
                                       "with user_errors('train.py'):\n    raise UserError('a; needed: b')\n")
-    (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
+    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
+    (tmp_path / "main.py").write_text(main)
     assert forked(f"{tmp_path}/main.py", cwd=tmp_path).communicate()[1] == "train.py: a; needed: b\n"
 
 
@@ -305,7 +306,8 @@ def test_ctrl_c_ends_a_run_with_status_130_without_a_traceback(wait, ranks, base
 
 def test_the_last_line_names_the_rank_that_was_killed(tmp_path):  # the ranks are small programs
     (tmp_path / "rank.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(99)\n")
-    (tmp_path / "main.py").write_text("import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2))\n")
+    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
+    (tmp_path / "main.py").write_text(main)
     process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
     assert [process.stdout.readline() for _ in range(2)] == ["started\n"] * 2
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

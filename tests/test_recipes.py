@@ -689,6 +689,11 @@ def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path,
     hard = [i for i, rate in enumerate(np.array(rewards).reshape(40, 4).mean(1)) if 0 < rate < 0.1]
     assert Path("hard.jsonl").read_text().splitlines() == [lines[i] for i in hard] and 0 < len(hard) < 40
     assert f"\n{len(hard)} rows with 0<rate<.1 in hard.jsonl\n" in capfd.readouterr().out
+    Path("bad.py").write_text("def score(response, answer): return 1 / 0")
+    argv = [tiny, "a.jsonl", *EVAL, "--reward", "bad.py:score", "--write_rows", "rate<1", "no.jsonl"]
+    message, = run_ranks(1, outcome, [*argv, "--out", "e"])
+    assert message.startswith("--write_rows has written nothing, because") and not Path("no.jsonl").exists()
+    assert "!! grading failed, and the reward is 0: 'ZeroDivisionError" in capfd.readouterr().out
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):

@@ -195,7 +195,7 @@ def test_each_reason_occurs(grader, custom):
     assert {key: g.reason for key, g in grades.items()} == {
         reason: reason for reason in worker.REASONS if reason != "partial"}
     assert {key for key, g in grades.items() if g.reward} == {"correct"}
-    assert "gold answer" in grader.errors["ValueError"]
+    assert "gold answer" in grader.errors["ValueError", ""]
 
 
 def hostile() -> list[str]:
@@ -244,6 +244,7 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/raises.py:score", r"can't use .*RuntimeError: at import \(.*/raises.py, line 2\)"),
     ("{dir}/leaves.py:score", r"can't use /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
     ("{dir}/dies.py:score", "can't use .*its import ended"),
+    ("{dir}/kind.py:score", "score is a class; only --env may be one"),
     ("{dir}/names.py:score", "can't use .*missing a required argument")])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message):
     """If the parameters are wrong, also as an environment, which may have others."""
@@ -251,7 +252,7 @@ def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, messag
     files = {"bad": "def score(", "any": "def score(*args): return 1", "leaves": "raise SystemExit(0)",
              "verl": "def score(data_source, solution_str, ground_truth): return 1",
              "raises": "\nraise RuntimeError('at import')", "dies": "import os\nos._exit(7)",
-             "names": "def score(response, row, other, one): return 1"}
+             "names": "def score(response, row, other, one): return 1", "kind": "class score: pass"}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     spec = spec.format(dir=tmp_path)
@@ -307,9 +308,9 @@ def test_custom_reward(custom):
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert f"LookupError: a b c ({spec[:-6]}, line 8)" in grader.new_errors()
     assert re.match("WorkerDied: the process ended with status (0|3|255|-9|-11) while grading",
-                    grader.errors["WorkerDied"])
-    assert set(grader.errors) == {"LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError",
-                                  "OverflowError"}
+                    grader.errors["WorkerDied", spec])
+    assert {kind for kind, _ in grader.errors} == {
+        "LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError", "OverflowError"}
 
 
 # A reward file (mine.py) and its imports. mine.py must not get torz's own configs.py and answers.py.
@@ -535,7 +536,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
         for worker in children(server):  # one grades the victim, the other an answer of 0.1 seconds
             os.kill(worker, signal.SIGKILL)
         grades = grader.results()
-    assert grades["victim"].reason == "error" and "WorkerDied" in grader.errors
+    assert grades["victim"].reason == "error" and ("WorkerDied", spec) in grader.errors
     assert sum(g.reason == "correct" for g in grades.values()) >= 19
 
 
@@ -741,21 +742,47 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
 
 
 def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
-    rows = [{"response": boxed("5"), "answer": answer, "dataset": None} for answer in (5, 5.0, "5", 6)]
+    """Also a worked solution, as in training. Null is no value, as Parquet gives it."""
+    rows = [{"response": boxed("5"), "answer": answer, "dataset": None, "stopped": None}
+            for answer in (5, 5.0, "2+3\n#### 5", 6)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward.dry_run(f"{tmp_path}/r.jsonl")
     assert "mean math 0.7500" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("line", "message"), [
-    ("[1]", "row 2 can't be graded (TypeError"), ("{", "row 2 can't be read"),
-    ('{"response": "x"}', "row 2 can't be graded (KeyError: 'answer')"),
-    ('{"response": 1, "answer": "x"}', "row 2 can't be graded (AttributeError")])
+    ("[1]", "row 2: [1]; needed: dict"), ("{", "row 2 can't be read"),
+    ('{"response": "x"}', "row 2 has no answer as text; needed: {\"response"),
+    ('{"response": 1, "answer": "x"}', "row 2: response is 1; needed: str"),
+    ('{"response": "x", "answer": "1", "dataset": ["a", "b"]}', "row 2 has the data set ['a', 'b']")])
 def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
     (tmp_path / "r.jsonl").write_text('{"response": "x", "answer": "x"}\n' + line)
     with pytest.raises(UserError) as error:
         reward.dry_run(f"{tmp_path}/r.jsonl")
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("parameters", ["response, **more", "**more"])
+def test_a_function_with_kwargs_gets_all_arguments(custom, parameters):
+    spec = custom(f"def score({parameters}): return float({{'answer', 'row', 'problem'}} <= more.keys())")
+    with Grader(customs=[spec]) as grader:
+        grader.submit(0, boxed("5"), "5", True, custom=spec, problem="2+3=", row={}, sample={})
+        assert grader.results()[0].reward == 1.0
+
+
+def test_a_text_is_no_reward(custom):
+    spec = custom("def score(response): return '1.0'")
+    with Grader(customs=[spec]) as grader:
+        grader.submit(0, boxed("5"), "5", True, custom=spec)
+        assert grader.results()[0].reason == "error" and "is the text '1.0'" in str(grader.errors)
+
+
+def test_a_sample_without_its_row_is_not_graded_by_a_function_of_rows(custom, tmp_path):
+    """The sample itself has the policy's answer in its field `answer`."""
+    spec = custom("def score(response, row): return 1.0")
+    (tmp_path / "r.jsonl").write_text(json.dumps({"response": "x", "gold": "5", "answer": "x"}))
+    with pytest.raises(UserError, match="row 1 is a sample without its row of the data file"):
+        reward.dry_run(f"{tmp_path}/r.jsonl", (spec,))
 
 
 def test_importing_is_light_and_starts_nothing():

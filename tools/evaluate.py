@@ -404,7 +404,8 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     tokenizer = load_tokenizer(path)
     cfg = set_template(tokenizer, cfg)
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
-    check_graders(sets.values(), cfg)
+    # A model may have been trained with extractors for data sets that are not here.
+    check_graders(sets.values(), replace(cfg, extractor=()))
     check_tokens(sets.values(), load_config(path))
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
@@ -484,12 +485,19 @@ def evaluate_all(
             result["minus"] = first.cfg.model
             result["differences"] = paired_differences(c.sets, scores, first.sets, first_scores)
         results.append(result)
+        errors = sorted(set(dist.gather_all(grader.new_errors())))
         lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
+        lines += [f"!! grading failed, and the reward is 0: {error!a}" for error in errors]
         if world.main:
             save(folder, result, rows)
-            if c is first and c.cfg.write_rows:
+            if c is first and c.cfg.write_rows and not errors:
                 lines.append(write_rows(c, scores))
         say("\n".join(lines))
+        require(
+            not errors or not c.cfg.write_rows,
+            "--write_rows has written nothing, because grading failed",
+            "functions of --reward and --env that raise no error",
+        )
     if len(results) > 1:
         say("\n".join(["", *comparison_table(results)]))
 

@@ -1334,7 +1334,7 @@ class PlanConfig(Config):
 
 def command(case: Case, words: Sequence[str]) -> str:
     """Returns the command that starts the planned run. words: those of this program's command line"""
-    flags = re.sub(r" --(gpu[= ]\S+|json)\b", "", f" {shlex.join(words)}")
+    flags = re.sub(r" --(gpu[= ]\S+|(no[-_])?json)\b", "", f" {shlex.join(words)}")
     if case.world <= NODE:
         return f"python train.py{flags}"
     # torchrun starts equally many ranks on each machine.
