@@ -405,6 +405,8 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
 
 # --- choices
 
+LETTERS = str.maketrans("123456789", "ABCDEFGHI")
+
 
 def _choices(fields, where):
     """Returns the row's choices as a dict: letter -> text. It is empty if the row has no choices."""
@@ -415,8 +417,10 @@ def _choices(fields, where):
         pairs = [(choice.get("label"), choice.get("text")) for choice in found]
     elif isinstance(found, list):
         pairs = list(itertools.zip_longest(string.ascii_uppercase[: len(found)], found))
-    elif isinstance(found.get("text"), list):  # ARC
-        pairs = list(itertools.zip_longest(found.get("label") or (), found["text"]))
+    elif isinstance(found.get("text"), list):  # ARC, where some rows have the labels 1, 2, 3, …
+        pairs = []
+        for label, text in itertools.zip_longest(found.get("label") or (), found["text"]):
+            pairs.append((str(label).translate(LETTERS), text))
     else:  # in Parquet, missing letters are null
         pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
     choices = {str(letter): plain_text(text) for letter, text in pairs}
@@ -454,16 +458,20 @@ def _with_choices(text, choices, where):
 
 
 def _letter_of(gold, choices, fields, where):
-    """Returns the letter of the right choice. gold: an index from 0, a letter, or the text of a choice"""
+    """Returns the letter of the right choice. gold: an index from 0, a letter, ARC's label, or the text of a
+    choice"""
+    text = (gold_answer(fields, "choice", where) or "").strip()
+    raw = _first(fields, "choices", "options")
+    labels = raw.get("label") if isinstance(raw, dict) else ()
+    found = []
+    if text in (labels or ()):
+        found.append(text.translate(LETTERS))
     if _is_number(gold):
-        index = plain_text(gold) or ""
-        found = list(choices)[int(index) :][:1] if index.isdecimal() else []
-        raw = _first(fields, "choices", "options")
+        if text.isdecimal():
+            found += list(choices)[int(text) :][:1]
         if gold in raw:  # the number may also be a choice itself
             found.append(list(choices)[raw.index(gold)])
-    else:
-        text = (gold_answer(fields, "choice", where) or "").strip()
-        found = []
+    elif not found:
         for letter, choice in choices.items():
             if text == choice.strip() or grade(text, letter, "choice"):
                 found.append(letter)

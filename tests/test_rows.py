@@ -682,18 +682,21 @@ OTHER_CHOICES = {  # row -> (choices, answer)
     '"choices": {"A": "3", "B": "4"}, "answer": 1': ("A. 3\nB. 4", "B"),
     '"choices": {"A": 0, "B": 1}, "answer": "A"': ("A. 0\nB. 1", "A"),
     '"choices": {"text": ["5", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. 5\nB. 2", "B"),  # ARC
+    '"choices": {"text": ["5", "2"], "label": ["1", "2"]}, "answerKey": "2"': ("A. 5\nB. 2", "B"),
+    '"choices": {"text": ["B", "2"], "label": ["A", "B"]}, "answerKey": "B"': ("A. B\nB. 2", "B"),
     '"choices": [{"label": "A", "text": "5"}, {"label": "B", "text": "2"}], "answerKey": "B"':
         ("A. 5\nB. 2", "B"),
     '"choices": {"A": "5", "B": NaN, "C": "2"}, "answer": "C"': ("A. 5\nC. 2", "C"),
     '"choices": ["5", "2"], "label": 1': ("A. 5\nB. 2", "B"),
     **{f'"choices": {x}, "answer": "A"': f"one that is not a text (found: {found}" for x, found in {
         '[NaN, "I", "II"]': "[nan, 'I', 'II']", '"A) 3 B) 4"': "'A) 3 B) 4'", '["1", null]': "['1', None]",
-        '{"text": ["5", "2"], "label": ["1", "2"]}': "{'text': ['5', '2'], 'label': ['1', '2']}",
+        '{"text": ["5", "2"], "label": ["0", "1"]}': "{'text': ['5', '2'], 'label': ['0', '1']}",
         '{"text": ["5", "2"], "label": ["A"]}': "{'text'", '{"text": ["5", "2"]}': "{'text'",
         '[{"label": "A", "text": "5"}, {"label": "A", "text": "2"}]': "[{'label'", '[["5"], ["2"]]': "[['5']",
         '[{"text": "5"}, {"text": "2"}]': "[{'text'", '["5", {"text": "2"}]': "['5', {'text'",
         '5': "5", 'true': "True"}.items()},
     '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which fits 0 of its choices",
+    '"choices": {"text": ["5", "2"], "label": ["1", "2"]}, "answerKey": 1': "the answer 1, which fits 2",
     '"label": "B"': "has no answer"}
 
 
