@@ -142,7 +142,9 @@ def test_several_runs_have_their_facts_and_a_row_for_each_recipe(tmp_path, capsy
     capsys.readouterr()
     report_on(tuple(runs), tmp_path / "both.png")
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-    parts = capsys.readouterr().out.split("\n\n")
+    warning, _, out = capsys.readouterr().out.partition("\n")
+    assert warning == "!! the table compares eval/e/avg@2 of different steps: 19, 29"
+    parts = out.split("\n\n")
     assert [part.partition("\n")[0] for part in parts[:3]] == [str(run) for run in runs]
     said = [dict(line.split(maxsplit=1) for line in part.splitlines()[1:]) for part in parts[:3]]
     assert [facts["run"].partition(",")[0] for facts in said] == ["ppo", "grpo", "grpo"]

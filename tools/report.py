@@ -253,8 +253,10 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     groups = recipes(runs)
     flags = [_flags(group[0]) for group in groups]
     first = {}
+    last_steps = set()
     for group, own in zip(groups, flags, strict=True):
-        scores = _last_values(group, metric)
+        scores, step = _last_values(group, metric)
+        last_steps.add(step)
         gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         first = first or scores
         words = []
@@ -268,13 +270,16 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
                 half = half_interval(numbers)
                 row.append("" if math.isnan(half) else f"{half:.4f}")
         rows.append(row + [""] * (6 - len(row)))
+    if len(last_steps) > 1:
+        numbers = ", ".join(map(str, sorted(last_steps)))
+        show(f"!! the table compares {metric} of different steps: {numbers}")
     return rows
 
 
 def _last_values(runs, metric):
-    """Returns a dict: seed -> the run's value of the metric at the recipe's last step. A second run
-    with the same seed has its path in place of the seed. Leaves out runs without this value, and names
-    them."""
+    """Returns a dict: seed -> the run's value of the metric at the recipe's last step; and this step. A
+    second run with the same seed has its path in place of the seed. Leaves out runs without this value, and
+    names them."""
     steps, values = _values(list(map(read_metrics, runs)), metric)
     require(
         values.size > 0,
@@ -288,7 +293,7 @@ def _last_values(runs, metric):
             continue
         seed = read_json(run / "config.json").get("seed", run)
         found[run if seed in found else seed] = curve[-1]
-    return found
+    return found, steps[-1]
 
 
 # Signs with a meaning in LaTeX -> how to print them
