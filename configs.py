@@ -35,7 +35,9 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 T = TypeVar("T")
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
-MODULES = "train rollout ppo grpo dist ckpt data configs model kernels reward engine log".split()
+MODULES = (
+    "train rollout ppo grpo dist ckpt data configs model reward engine log gpu_kernels".split()
+)
 # All source files of torz, for the hash of its code. Other files in ROOT, such as a reward function, are the
 # user's.
 CODE = [Path(ROOT, f"{name}.py") for name in sorted(MODULES)]

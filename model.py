@@ -47,7 +47,7 @@ from data import Pack
 from dist import Device, Weights
 
 if torch.cuda.is_available():  # CPU builds of torch have no Triton
-    import kernels
+    import gpu_kernels
 
 # --- families
 
@@ -489,7 +489,7 @@ def log_probs(
     """Returns three tensors (n,) in nats: the log-probs of the targets (n,), the entropies, and the
     logsumexps of z * scale. z (n, V): fp32 logits. scale: 1 / temperature"""
     if z.is_cuda:
-        return kernels.log_probs(z, targets, scale)
+        return gpu_kernels.log_probs(z, targets, scale)
     log_p = (z * scale).log_softmax(-1)
     at_target = targets[:, None]
     logp = log_p.gather(1, at_target)[:, 0]
@@ -513,7 +513,7 @@ def logits_grad(
     targets, lse, entropy (n,): see `log_probs`. g_logp, g_entropy (n,): gradients of log-probs and
     entropies."""
     if z.is_cuda:
-        return kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
+        return gpu_kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
     # g is minus the gradient of z * scale: p (g_logp + g_entropy (log p + H)) - onehot(y) g_logp
@@ -727,12 +727,12 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, heads, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return kernels.rotate(heads, cos, sin)
+        return gpu_kernels.rotate(heads, cos, sin)
 
     @staticmethod
     def backward(ctx, g):
         cos, sin = ctx.saved_tensors
-        return kernels.rotate(g.contiguous(), cos, -sin), None, None  # rotated back
+        return gpu_kernels.rotate(g.contiguous(), cos, -sin), None, None  # rotated back
 
 
 def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -769,11 +769,11 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
-        return kernels.swiglu(gate, up)
+        return gpu_kernels.swiglu(gate, up)
 
     @staticmethod
     def backward(ctx, g):
-        return kernels.swiglu_grad(g, *ctx.saved_tensors)
+        return gpu_kernels.swiglu_grad(g, *ctx.saved_tensors)
 
 
 class DownProjection(torch.autograd.Function):

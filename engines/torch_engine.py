@@ -40,7 +40,7 @@ from engines import vllm_engine
 from model import Policy, Segments, gated, rms_norm
 
 if torch.cuda.is_available():  # CPU builds of torch have no Triton
-    import kernels
+    import gpu_kernels
 
 LOOK = 8  # decoding steps between two looks of the host
 PREFILL = 16384  # tokens of a pack of prompts with --pack_len 0
@@ -438,7 +438,7 @@ class FusedDecoder:
         heads = F.linear(x, *attention.qkv)
         heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
         if x.is_cuda and isinstance(cache, Pages):
-            query = kernels.rotate_and_store(
+            query = gpu_kernels.rotate_and_store(
                 heads,
                 cos,
                 sin,
@@ -880,7 +880,7 @@ def sample_token(
             logits = logits / temperature
         logits = nucleus(logits, top_p)
         if logits.is_cuda:
-            return kernels.draw(logits, u)
+            return gpu_kernels.draw(logits, u)
         logp = logits.log_softmax(-1)
         cumulative = logp.exp().double()
         torch.cumsum(cumulative, -1, out=cumulative)

@@ -11,8 +11,10 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 
 import pytest
+import transformers
 from conftest import ROOT, forked, wait_until
 from test_log import METRICS
 from torch.distributed.run import get_args_parser
@@ -311,6 +313,22 @@ def test_the_files_are_all_listed_and_import_only_downwards():
         assert "vllm" not in roots or name == "engines.vllm_engine", name
         assert name not in ("ppo", "grpo") or roots <= {"torch", "__future__"}, name
         assert name not in ("tools.plan", "configs") or "torch" not in roots, name
+
+
+def test_no_file_has_the_name_of_a_package_that_transformers_looks_for():
+    """Otherwise transformers would import our file in place of the package, from the folder of train.py."""
+    text = inspect.getsource(transformers.utils.import_utils)
+    packages = {name.partition(".")[0] for name in re.findall(r'_is_package_available\("([\w.]+)"', text)}
+    assert len(packages) > 50 and not packages & {name.partition(".")[0] for name in SOURCES}
+
+
+@pytest.mark.parametrize("file", ["tools/tiny.py", "train.py", "tools/evaluate.py", "ckpt.py", "reward.py"])
+def test_without_triton_and_vllm_every_command_starts(file):
+    """CPU builds of torch have no Triton."""
+    code = ("import runpy, sys; sys.modules |= dict.fromkeys(('triton', 'vllm')); "
+            "import transformers; transformers.AutoProcessor, transformers.Qwen2ForCausalLM; "
+            f"runpy.run_path({file!r})")
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_the_hours_are_the_plans():

@@ -1,4 +1,4 @@
-"""Tests of kernels.py, in Triton's interpreter, and of the MLP in model.py that uses them."""
+"""Tests of gpu_kernels.py, in Triton's interpreter, and of the MLP in model.py that uses them."""
 
 import os
 import sys
@@ -18,8 +18,9 @@ import model
 
 @pytest.fixture(scope="module")
 def kernels():
-    """A function that calls a function of kernels.py in Triton's interpreter. Triton reads TRITON_INTERPRET
-    when it is imported, so the interpreter runs in another process, which imports Triton again."""
+    """A function that calls a function of gpu_kernels.py in Triton's interpreter. Triton reads
+    TRITON_INTERPRET when it is imported, so the interpreter runs in another process, which imports Triton
+    again."""
     with ProcessPoolExecutor(1, get_context("fork"), interpreted) as pool:
         yield lambda name, *args: pool.submit(call, name, args).result()
 
@@ -28,12 +29,12 @@ def interpreted():
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     for name in [*sys.modules]:
-        if name == "kernels" or name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+        if name == "gpu_kernels" or name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
             del sys.modules[name]
 
 
 def call(name, args):
-    import kernels
+    import gpu_kernels as kernels
 
     if name == "rotated_and_stored":  # in another process: return what it has written
         return kernels.rotate_and_store(*args), args[3]
@@ -164,7 +165,7 @@ def test_attention_with_the_rotary_kernel_equals_that_of_transformers(family, tm
         calls.append(x.shape)
         return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
-    monkeypatch.setattr(model, "kernels", SimpleNamespace(rotate=rotate), raising=False)
+    monkeypatch.setattr(model, "gpu_kernels", SimpleNamespace(rotate=rotate), raising=False)
     for replaced in (False, True):
         if replaced:
             monkeypatch.setattr(model, "attention_forward", model.rotary_attention)
