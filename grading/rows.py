@@ -204,13 +204,14 @@ def _unused(fields, problem, turns, where):
     for turn in problem if isinstance(problem, list) else ():
         every += [(name, value) for name, value in turn.items() if name not in TURN]
     found = []
+    shown = ""
     for name, value in every:
         of_question = OF_QUESTION.fullmatch(name.casefold())
         is_quiet = QUIET.search(name.casefold()) and not of_question
         if value is problem or is_quiet:
             continue
-        # Here and not before the loop: most rows have no such field, and their prompts may be long.
-        shown = "".join(_texts([content for _, content in turns]))
+        # Once, but not before the loop: most rows have no such field, and their prompts may be long.
+        shown = shown or "".join(_texts([content for _, content in turns]))
         if all(text in shown for text in _texts(value)):
             continue
         require(

@@ -147,7 +147,7 @@ def load(
     say = show if world.main else lambda text: None
     # False: --resume names another run's checkpoint
     in_own_folder = not resumes or path.parent.parent == out
-    cfg, saved = with_checkpoint(cfg, world, path, resumes)
+    cfg, saved = dist.together(with_checkpoint, cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
     case = case_of(cfg, world, len(inputs.problems))
