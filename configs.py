@@ -822,7 +822,7 @@ PRESETS |= {
 }
 # Adapters (LoRA). The learning rates are ten times those of full training ("LoRA Without Regret",
 # thinkingmachines.ai/blog/lora, 2025). With this engine_share, one H100 holds the base beside the awake
-# engine. Untried on a GPU.
+# engine.
 PRESETS |= {
     "gsm8k-7b-1gpu": replace(
         PRESETS["gsm8k-0.5b-1gpu"],

@@ -12,6 +12,7 @@
 # trl-SIZE      150  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
 # rollout-ENGINE 90  tokens a second of vllm (default) or torch inside torz, and of vllm alone; 512 responses of
 #                    512 tokens. rollout-ENGINE-N: N responses
+# lora-ENGINE   200  the same, four steps, with 7B's shape and adapters (preset gsm8k-7b-1gpu)
 # train-HOW      40  seconds, MFU and memory of an update of 0.5B; HOW is how many layers it recomputes: none or 999
 # 7b-HOW         60  the same for four layers of 7B
 # resume        150  two runs of the demo on the PyTorch engine, one of them resumed; compares weights bit by bit
@@ -71,6 +72,15 @@ resume() {
     $same
 }
 
+steps() { # PART SIZE STEPS PRESET and flags: a run with random weights and its checks
+    out=$WORK/$1 size=$2 count=$3 preset=$4
+    shift 4
+    "$PYTHON" train.py "$preset" --model "$WORK/$size" --data "$WORK/$size/train.jsonl" --eval_data --template plain --system_prompt "" --prompts_per_step 32 \
+        --samples_per_prompt 8 --max_prompt_len 64 --max_response_len 512 --max_model_len 0 --policy_updates 1 --eval_every 0 \
+        --save_every 0 --stop --steps "$count" --reward bench/trl_side.py:digits --go --out "$out" "$@" &&
+        "$PYTHON" -m bench.verdict "$out/metrics.jsonl" --steps "$count"
+}
+
 run_part() { # PART, without a limit
     name=${1%%-*} how=${1#*-}
     [ "$how" != "$1" ] || how=
@@ -79,13 +89,8 @@ run_part() { # PART, without a limit
     case $name in
     numerics) "$PYTHON" -m bench.numerics ;;
     demo) demo "tiny-$how" --out "$WORK/$1" ;;
-    step)
-        "$PYTHON" train.py orz-7b-grpo --model "$WORK/${how:-0.5b}" --data "$WORK/${how:-0.5b}/train.jsonl" --template plain \
-            --prompts_per_step 32 --samples_per_prompt 8 --max_prompt_len 64 --max_response_len 512 --max_model_len 0 --pack_len 16384 \
-            --policy_updates 1 --eval_every 0 --save_every 0 --stop --engine_share 0.4 --max_num_seqs 256 --steps 6 \
-            --engine "${second:-auto}" --reward bench/trl_side.py:digits --go --out "$WORK/$1" &&
-            "$PYTHON" -m bench.verdict "$WORK/$1/metrics.jsonl" --steps 6
-        ;;
+    step) steps "$1" "${how:-0.5b}" 6 orz-7b-grpo --pack_len 16384 --engine_share 0.4 --max_num_seqs 256 --engine "${second:-auto}" ;;
+    lora) steps "$1" 7b 4 gsm8k-7b-1gpu --engine "${how:-auto}" ;;
     trl) "$PYTHON" bench/trl_side.py "$WORK/${how:-0.5b}" --steps 4 ;;
     rollout) "$PYTHON" -m bench.rollout --model "$WORK/0.5b" --engine "${how:-vllm}" \
         --prompts $((${second:-512} / 8)) --tokens 512 --rounds 2 ;;
@@ -103,7 +108,7 @@ device=$("$PYTHON" -c 'import torch; print(torch.cuda.get_device_name().lower().
     echo "gpu_proof.sh: no GPU that torch can use; needed: one, and a CUDA build of torch" >&2; exit 2; }
 results=${RESULTS:-bench/results/$device}
 mkdir -p "$results"
-[ $# -gt 0 ] || set -- step step-0.5b-vllm trl train-none train-999 numerics demo-grpo demo-ppo resume 7b-none 7b-999 rollout rollout-torch rollout-vllm-64 rollout-torch-64 step-1.5b trl-1.5b
+[ $# -gt 0 ] || set -- step step-0.5b-vllm trl train-none train-999 lora numerics demo-grpo demo-ppo resume 7b-none 7b-999 rollout rollout-torch rollout-vllm-64 rollout-torch-64 step-1.5b trl-1.5b
 failed=
 for word in "$@"; do
     part=${word%%:*}
@@ -113,6 +118,7 @@ for word in "$@"; do
     resume) limit=150; base ;;
     step | trl | step-0.5b* | trl-0.5b) limit=150; model 0.5b ;;
     step-1.5b* | trl-1.5b) limit=150; model 1.5b ;;
+    lora | lora-*) limit=200; model 7b ;;
     rollout | rollout-vllm* | rollout-torch*) limit=90; model 0.5b ;;
     train | train-*) limit=40 ;;
     7b | 7b-*) limit=60 ;;

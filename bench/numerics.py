@@ -102,7 +102,7 @@ def main() -> None:
     world, failed = dist.init(), False
     with tempfile.TemporaryDirectory() as folder:
         for shape in args.shapes:
-            size, layers = shape.split("-")
+            size, _, layers = shape.rpartition("-")
             path = build(f"{folder}/{shape}", size, layers=int(layers), device=world.device.type)
             for recompute in (0, 999):
                 compare(shape, path, make_samples(40000, 6, 4, 300, 700), recompute, world)

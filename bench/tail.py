@@ -172,8 +172,8 @@ def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
     """Returns the preset's config, and the estimated Cost of an engine on H100s. A decoding step takes the
     time for reading memory or the time for computing, whichever is longer."""
     cfg, gpu = PRESETS[preset], plan.GPUS["H100"]
-    params, kv_bytes = SHAPES[model]
-    hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.MFU * gpu.flops
+    params, hidden, kv_bytes = SHAPES[model]
+    hbm, flops = cfg.tp * plan.BANDWIDTH * gpu.hbm, cfg.tp * plan.layer_flops(gpu, hidden)
 
     def step(running, cached):
         return np.maximum((2 * params + cached * kv_bytes) / hbm, 2 * params * running / flops)
@@ -181,8 +181,8 @@ def gpu_cost(preset: str, model: str) -> tuple[Config, Cost]:
     return cfg, Cost(step, prefill=2 * params / flops, exchange=0.1)
 
 
-# Model -> (parameters, bytes of one token's keys and values).
-SHAPES = {"7b": (7.6e9, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 2 * 64 * 8 * 128 * 2)}
+# Model -> (parameters, hidden size, bytes of one token's keys and values).
+SHAPES = {"7b": (7.6e9, 3584, 2 * 28 * 4 * 128 * 2), "32b": (32.8e9, 5120, 2 * 64 * 8 * 128 * 2)}
 
 
 def table(preset: str, model: str, gpus: int, mean: float, sigma: float, alike: float) -> list[dict]:

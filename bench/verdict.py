@@ -34,11 +34,12 @@ def main() -> None:
     seconds = values("time/wake", "time/sync", "time/sleep")
     # Reasons for two of the limits:
     # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver without NCCL. NCCL needs buffers too.
-    # 0.03 nats: the mean gap is 0.026 from rounding, 0.1 or more from stale weights or a wrong temperature.
+    # 0.06 nats: with random weights, rounding makes a mean gap of 0.009 (0.5B) to 0.043 (7B). Stale weights or
+    # a wrong temperature make 0.1 or more.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0 + kept),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),
-        "mean |engine - trainer| log-prob, nats": (statistics.mean(values("logp_gap/mean")), 0.03),
+        "mean |engine - trainer| log-prob, nats": (statistics.mean(values("logp_gap/mean")), 0.06),
         "seconds to wake, sync and sleep, median": (statistics.median(seconds), 3.0),
     }
     found = [("steps trained (at least)", len(rows), args.steps, len(rows) >= args.steps)]

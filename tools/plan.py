@@ -56,7 +56,9 @@ ASSUMED_PROMPTS = 57_000  # number of prompts in an epoch, if the data can't be 
 PACK_LEN = 16384  # smallest value that is chosen for --pack_len 0
 
 # Speeds. If no source stands here, they were measured on one H200 with 16 CPU cores (docs/measured.md).
-MFU = 0.35  # share of a GPU's peak FLOP/s that layers reach; torchtitan: 0.33 to 0.39 (8B model, H100)
+# Layers reach the share MFU * hidden / (hidden + MFU_HALF) of a GPU's peak FLOP/s: products grow with the
+# square of the hidden size, all else grows in proportion to it. Measured: 0.37 (896), 0.52 (3584).
+MFU, MFU_HALF = 0.6, 600
 MATMUL = 0.8  # share of peak FLOP/s that one large matrix product reaches: 792 of 989 TFLOP/s
 STREAM = 0.85  # share of a GPU's peak memory bandwidth that a copy reaches: 4.12 of 4.8 TB/s
 BANDWIDTH = 0.6  # share of a GPU's peak memory bandwidth that decoding reaches
@@ -938,6 +940,11 @@ def _network(case, n):
     return max(n.within / case.within, of_node / case.between)
 
 
+def layer_flops(gpu: GPU, hidden: int) -> float:
+    """Returns the FLOP per second that layers of this hidden size reach."""
+    return MFU * hidden / (hidden + MFU_HALF) * gpu.flops
+
+
 def _passes(case, name, prompt, response):
     """Returns the seconds of two kinds of passes of the model `name` in a step. FSDP computes and transfers
     at the same time, so only the longer of both times counts.
@@ -959,7 +966,7 @@ def _passes(case, name, prompt, response):
         tokens,
         tokens * length,  # sum of the squared lengths: tokens / length samples, each of length²
     )
-    device = flop / (MFU * case.gpu.flops)  # of the layers' forward pass
+    device = flop / layer_flops(case.gpu, shape.hidden)  # of the layers' forward pass
     host = layers * LAYER_HOST  # of a forward and a backward pass together
     if case.shards > 1:
         host += layers * FSDP_HOST
@@ -1020,17 +1027,20 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     speed = BANDWIDTH * gpu.hbm  # bytes/s
     reading = read / speed
     flop = 2 * case.params["policy"] * batch / cfg.tp
-    device = max(reading, flop / (MFU * gpu.flops))
-    device += LAYER_DECODE * case.models["policy"].layers
+    policy = case.models["policy"]
+    kernels = LAYER_DECODE * policy.layers
+    device = max(reading, flop / layer_flops(gpu, policy.hidden)) + kernels
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
     kind = cfg.engine_kind(True)
     of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
-    most_steps = max(steps, cfg.max_response_len)  # the longest response takes this many
+    # The longest response takes this many steps, the last of them almost alone. The device waits for the host
+    # between two steps, and all the time if the host is slower.
+    most_steps = max(steps, cfg.max_response_len)
+    longest = cfg.max_response_len * (case.engine_weights / speed + kernels + of_step)
     host = most_steps * of_step + tokens * of_response
-    longest = cfg.max_response_len * case.engine_weights / speed
-    return max(steps * device, longest, host)
+    return max(steps * (device + of_step), longest, host)
 
 
 def _moved_bytes(case, phase):
