@@ -34,8 +34,8 @@ def main() -> None:
     seconds = values("time/wake", "time/sync", "time/sleep")
     # Reasons for two of the limits:
     # 2.0 GiB: a sleeping vLLM held 0.8 to 1.0 GiB on a stub CUDA driver without NCCL. NCCL needs buffers too.
-    # 0.06 nats: with random weights, rounding makes a mean gap of 0.009 (0.5B) to 0.043 (7B). Stale weights or
-    # a wrong temperature make 0.1 or more.
+    # 0.06 nats: with random weights, rounding makes a mean gap of 0.009 (0.5B) to 0.043 (7B). Stale weights
+    # or a wrong temperature make 0.1 or more.
     at_most = {  # demand -> (found value, largest allowed value)
         "GiB that the sleeping engine holds, largest": (max(residual), 2.0 + kept),
         "GiB by which that grows after the first step": (max(residual) - residual[0], 0.25),

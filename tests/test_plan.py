@@ -359,8 +359,8 @@ def test_the_plan_is_within_25_percent_of_what_the_second_h200_measured():
 def test_the_plan_is_within_25_percent_of_7b_with_adapters_on_an_h200():
     """docs/measured.md has the same figures. Means without the first step."""
     folder = ROOT / "bench" / "results" / "nvidia-h200" / "2026-11-27-evening"
-    flags = ("gsm8k-7b-1gpu --model x --system_prompt= --template plain --prompts_per_step 32 --max_prompt_len "
-             "64 --max_response_len 512 --max_model_len 0 --policy_updates 1 --eval_data --engine")
+    flags = ("gsm8k-7b-1gpu --model x --system_prompt= --template plain --prompts_per_step 32 --eval_data "
+             "--max_prompt_len 64 --max_response_len 512 --max_model_len 0 --policy_updates 1 --engine")
     for engine in ("torch", "vllm"):
         c = plan.Case(parse(f"{flags} {engine}".split()), 1, [plan.KNOWN["7b"]] * 3, plan.GPUS["H200"])
         planned = plan.seconds(c, 7, 512)
