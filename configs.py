@@ -309,7 +309,7 @@ class Config:
             require(
                 not getattr(self, name) or self.template == "chat",
                 f"--{name} has no effect with --template {self.template}",
-                "--template chat",
+                f"--template chat, or an empty --{name}",
             )
         require(
             not self.start_from or self.resume in ("auto", "never"),
