@@ -648,8 +648,8 @@ def _allocator_loss(case, shape, root, logits, kept):
 
 
 def _update_instants(case, name, recompute):
-    """Returns a list: the memory (Usage with its total) at three instants of an update. The peak is at one of
-    them."""
+    """Returns a list: the memory (Usage with its total) at two instants of an update. The peak is at one of
+    them: the fused AdamW step needs no memory of its own."""
     shape = case.models[name]
     params = case.params[name]
     b = case.number  # bytes of a number in the compute dtype
@@ -694,9 +694,7 @@ def _update_instants(case, name, recompute):
         "activations": activations + working,
         "whole gradients": b * head + 4 * whole * shape.layer,
     }
-    # 3. AdamW's step, with temporary memory of the size of the weight shards.
-    of_step = {"AdamW's step": shard}
-    return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer, of_step)]
+    return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer)]
 
 
 def _engine_memory(case):
