@@ -273,8 +273,8 @@ class Saver:
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
-        UserError as `finish` does. After a restart, the last step is saved already, and is evaluated again.
-        Then `ckpt/best` is made again.
+        UserError as `finish` does. If a finished run is started again, its last step is saved already, but
+        its evaluation is new. So `ckpt/best` is chosen again.
 
         step: number of finished steps
         carried: this rank's trajectories that the next step continues"""
@@ -299,11 +299,8 @@ class Saver:
     def _complete(self, step, temp, carried):
         """Writes this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
         A single failed save is only a warning; `finish` says what raises UserError."""
-        error, files = _attempt(self._write, temp, carried)
-        every = dist.gather((error, files), self.group)
-        error = ""
-        if _is_main():
-            error = self._publish(step, temp, every)
+        every = dist.gather(_attempt(self._write, temp, carried), self.group)
+        error = self._publish(step, temp, every) if _is_main() else ""
         error = dist.gather(error, self.group)[0]
         require(
             not error or not self.failed,

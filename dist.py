@@ -171,8 +171,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
     on a new prefix for their keys: a hash of random nonces, one from each rank.
 
     A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank repeats
-    these steps: read the nonces, and write a key under their prefix. It stops when the keys of all ranks are
-    under its prefix."""
+    these steps: read all nonces, and write its key under the prefix that they give. It stops when every rank
+    has a key under that prefix."""
     address = os.environ["MASTER_ADDR"]
     line = f"rank {rank} waits for rank 0 of {size} at {address}"
     timer = threading.Timer(WAIT, print, [line])
@@ -255,17 +255,20 @@ def shard(
     )
     exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
     nets = [module for module in model.modules() if hasattr(module, FP32[0])]
-    for group in (*model.model.layers, model, *nets):
-        # By FSDP's default, a rank frees a layer's gathered weights after the forward pass. It keeps the
-        # weights of the root (`model`), because the backward pass needs them first.
-        fully_shard(
-            group,
-            mesh=over,
-            mp_policy=MixedPrecisionPolicy() if group in nets else precision,
-            ignored_params=set(group.parameters()) - exact if group in nets else exact,
-        )
-        group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
+
+    def make_group(
+        module: nn.Module, precision: MixedPrecisionPolicy, ignored: set[Tensor]
+    ) -> None:
+        fully_shard(module, mesh=over, mp_policy=precision, ignored_params=ignored)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
+
+    # By FSDP's default, a rank frees a layer's gathered weights after the forward pass. It keeps the weights
+    # of the root (`model`), because the backward pass needs them first.
+    for module in (*model.model.layers, model):
+        make_group(module, precision, exact)
+    for net in nets:  # by now, the layers have sharded the net's other weights
+        make_group(net, MixedPrecisionPolicy(), set(net.parameters()) - exact)
     return model
 
 

@@ -412,9 +412,9 @@ def begin_and_move(trajectories: Trajectories) -> None:
 
 
 def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
-    """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories:
-    with --round_len those on all ranks, otherwise those on the ranks of this rank's engine. Returns None if a
-    signal has aborted sampling.
+    """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories.
+    With --round_len, all ranks decide together, and the keys are of all ranks. Without it, each engine
+    decides alone, and the keys are of its own ranks. Returns None if a signal has aborted sampling.
 
     Without --carry, all trajectories must be complete. With --carry, cfg.samples_per_step trajectories are
     enough, but all that began --max_staleness or more steps ago must be complete."""

@@ -601,16 +601,16 @@ def train_role(
         title = f"{role.name.title()} Train epoch [{n + 1}/{cfg.passes_per_step}]"
         with log.bar(title, sum(map(len, updates))) as bar:
             for i, packs in enumerate(updates, n * len(updates)):
-                denominators = counts(packs)
+                tokens, responses = counts(packs)
                 # Even without gradients, AdamW's momentum would move the weights.
-                if denominators[0] == 0:
+                if tokens == 0:
                     log.alarm(
                         f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
                         step,
                     )
                     continue
                 for p in dist.accumulate(role.model, packs):
-                    loss = pack_loss(role.model, p, *denominators, cfg, meter)
+                    loss = pack_loss(role.model, p, tokens, responses, cfg, meter)
                     loss.backward()
                     bar.update()
                 if role.name == "policy":

@@ -599,7 +599,7 @@ class Grader(AbstractContextManager):
     """Grades responses in processes that can be killed. Not thread-safe. Raises UserError for a function that
     can't be imported or does not take its arguments by the names in SCORE (customs) or TURN (env).
 
-    workers     number of worker processes for comparisons; as many others call each function
+    workers     number of worker processes for comparisons. Each function has as many of its own
     deadline    CPU seconds for one answer; the limit of wall time is WALL times as long
     customs     reward functions "FILE.py:FUNCTION". A function takes one or more arguments from SCORE, by
                 name, and returns a float.

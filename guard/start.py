@@ -178,10 +178,24 @@ def load(
     log.say(f"seconds of the start: {', '.join(parts)}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     lengthened = saved["config"]["steps"] == start < cfg.steps
-    # In the order of Run's fields, as `inputs`. Run and Saver have the same dict of solved problems, so a
-    # checkpoint has those that are solved by then.
-    progress = (start, lengthened, carried, facts["solved"])
-    return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
+    return Run(
+        cfg,
+        world,
+        *inputs,  # in the order of Run's fields
+        engine,
+        policy,
+        critic,
+        ref,
+        start=start,
+        lengthened=lengthened,
+        carried=carried,
+        solved=facts[
+            "solved"
+        ],  # the saver's facts, too: each checkpoint has the problems solved so far
+        saver=saver,
+        log=log,
+        lock=lock,
+    )
 
 
 def with_checkpoint(

@@ -535,10 +535,10 @@ def settle(case: Case) -> Config:
 
 
 def faster_engine(case: Case) -> str:
-    """Returns the engine for --engine auto on a GPU. The torch engine is chosen only where the step is
-    planned to be shorter by a tenth, because vLLM waits for its host. And the run must be like the one that
-    was measured: bf16, a model type that FusedDecoder computes, and neither environment nor rounds (vLLM
-    keeps earlier turns and rounds in its cache)."""
+    """Returns the engine for --engine auto on a GPU. With vLLM, the GPU waits for the host, so the torch
+    engine may be faster. It is chosen only if its planned step is over a tenth shorter, and if the run is
+    like those that were measured: bf16, a model type that FusedDecoder computes, and neither environment nor
+    rounds (vLLM keeps earlier turns and rounds in its cache)."""
     cfg = case.cfg
     policy = case.models["policy"]
     measured = policy.fused and case.number == 2 and not case.state_bytes
@@ -971,23 +971,23 @@ def _passes(case, name, prompt, response):
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
     # backward pass costs two forward passes, or one if the weights are frozen, and one more in each
     # recomputed layer.
-    forward = max(device, host / 3)
+    computed_forward = max(device, host / 3)
     recomputed = case.recompute[name]
     times = 2 - bool(cfg.lora) + recomputed / layers
     host_back = host * 2 / 3 + recomputed * RECOMPUTE_HOST
-    backward = max(device * times, host_back)
+    computed_backward = max(device * times, host_back)
     if name == "policy":
         of_head = _head_seconds(case, shape, tokens * response / length)
-        forward += of_head[0]
-        backward += of_head[1]
+        computed_forward += of_head[0]
+        computed_backward += of_head[1]
     sending = {}  # collective -> seconds
     for collective, n in traffic(case, name).items():
         sending[collective] = _network(case, n)
-    forward = max(forward, sending["forward"])
     transfer = sending["backward"] + sending["reduce"]
+    forward = max(computed_forward, sending["forward"])
+    backward = max(computed_backward, transfer)
     # The last backward pass of an update also sums the gradients over all copies of the model.
-    last = max(backward, transfer + sending["all-reduce"])
-    backward = max(backward, transfer)
+    last = max(computed_backward, transfer + sending["all-reduce"])
     updates = getattr(cfg, f"{name}_updates")
     optimizer = OPTIMIZER_HOST[case.shards > 1] * layers
     epoch = packs * (forward + backward)
@@ -1033,12 +1033,14 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     steps = tokens / batch
     kind = cfg.engine_kind(True)
     of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
-    # The longest response takes this many steps, the last of them almost alone. The device waits for the host
-    # between two steps, and all the time if the host is slower.
-    most_steps = max(steps, cfg.max_response_len)
+    # The longest of three:
+    # 1. All steps with full batches. Between two steps, the device waits for the host.
+    full = steps * (device + of_step)
+    # 2. The longest response. Near its end it is decoded almost alone: a step reads little but the weights.
     longest = cfg.max_response_len * (case.engine_weights / speed + kernels + of_step)
-    host = most_steps * of_step + tokens * of_response
-    return max(steps * (device + of_step), longest, host)
+    # 3. The host, if it is slower than the device.
+    host = max(steps, cfg.max_response_len) * of_step + tokens * of_response
+    return max(full, longest, host)
 
 
 def _moved_bytes(case, phase):
