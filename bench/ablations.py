@@ -22,6 +22,7 @@ import os
 import random
 import re
 import runpy
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,20 @@ import ppo
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
-from configs import PRESETS, Config, UserError, explained, parse, read_jsonl, require, user_errors
+from configs import (
+    PRESETS,
+    Config,
+    UserError,
+    explained,
+    parse,
+    read_jsonl,
+    require,
+    short_hash,
+    user_errors,
+)
 from engines import torch_engine
+from grading.worker import user_files
+from guard.identity import VERSIONS
 from log import read_metrics
 from tools import tiny
 
@@ -127,10 +140,13 @@ def wrong_grades(cfg: Config, share: float) -> None:
     train.rollout = rollout
 
 
-def forked(cfg: Config, file: str, name: str, text: str) -> None:
-    """Replaces HOOKS[name] by the function `name` of the user's file.
+def forked(cfg: Config, file: str, name: str, files: dict[str, str], stale: int = 0) -> None:
+    """Replaces HOOKS[name] by the function `name` of the user's file. stale: as for engine_gap
 
-    text: a hash of the file. Unused here. `key_of` puts it into a run's key, so an edited file runs again"""
+    files: hashes of the file and of the user's modules that it imports. Unused here. `key_of` puts them into
+    a run's key, so an edited file runs again"""
+    if stale:
+        engine_gap(cfg, stale)
     spec = importlib.util.spec_from_file_location("fork", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -141,6 +157,7 @@ def forked(cfg: Config, file: str, name: str, text: str) -> None:
 HOOKS = {"advantage": (grpo, "group_advantages"), "policy_loss": (grpo, "policy_loss"),
          "token_weights": (grpo, "token_weights"), "mismatch_weight": (grpo, "mismatch_weight"),
          "gae": (ppo, "gae"), "value_loss": (ppo, "value_loss")}
+STALE = 4  # steps by which --vary makes the engine's weights old, if the correction of its mismatch is varied
 
 
 # --- the matrix
@@ -652,17 +669,15 @@ def weights_of(base: str) -> str:
     return hashlib.sha256(Path(base, "model.safetensors").read_bytes()).hexdigest()[:12]
 
 
-def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs:
-    """Returns the finished runs whose settings have the hash keys[task, variant, seed].
+def read_runs(keys: dict[tuple[str, str, int], str], file: Path) -> Runs:
+    """Returns the file's finished runs whose settings have the hash keys[task, variant, seed].
 
-    keys: (task, variant, seed) -> result of `key_of`
-    vary: whether to read the runs of --vary too"""
+    keys: (task, variant, seed) -> result of `key_of`"""
     runs = {}
-    for file in [VARIED] * vary + [RESULTS / "ablations.jsonl"]:
-        for row in read_jsonl(file):
-            task, variant, seed = name = row["task"], row["variant"], row["seed"]
-            if keys.get(name) == row["settings"]:
-                runs.setdefault((task, variant), {})[row["weights"], seed] = row
+    for row in read_jsonl(file):
+        task, variant, seed = name = row["task"], row["variant"], row["seed"]
+        if keys.get(name) == row["settings"]:
+            runs.setdefault((task, variant), {})[row["weights"], seed] = row
     return runs
 
 
@@ -670,20 +685,35 @@ def read_runs(keys: dict[tuple[str, str, int], str], vary: bool = False) -> Runs
 COMMANDS = {"grpo": "tiny-grpo", "grpo-4": "tiny-grpo --policy_updates 4", "ppo": "tiny-ppo"}
 
 
+OURS = "seed model data eval_data eval_samples eval_every steps out resume start_from".split()  # not varied
+
+
 def varied_flag(flag: str, values: str) -> dict[str, Variant]:
     """Returns a variant for each value of a flag: the first recipe of REFERENCES in which the flag has an
     effect, with this value. Raises UserError for a wrong flag or value."""
     texts, errors = values.split(","), []
     require(len(texts) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
+    require(flag not in OURS, f"--vary {flag}, which these runs set themselves", f"none of {', '.join(OURS)}")
     for reference, command in COMMANDS.items():
+        if flag == "ratio" and reference == "grpo":
+            continue  # with one update a step, all ratios are 1
         try:
-            cfgs = {text: parse([*command.split(), f"--{flag}", text], "bench.ablations") for text in texts}
+            cfgs = {text: parse([*command.split(), *words_of(flag, text)], "bench.ablations")
+                    for text in texts}
         except UserError as e:
             errors.append(e)
             continue
-        return {f"{flag}={text}": Variant(reference, {flag: getattr(cfg, flag)})
+        patch = (engine_gap, dict(stale=STALE)) if flag.startswith("mismatch") else ()
+        return {f"{flag}={text}": Variant(reference, {flag: getattr(cfg, flag)}, *patch)
                 for text, cfg in cfgs.items()}
     raise errors[0]
+
+
+def words_of(flag: str, text: str) -> list[str]:
+    """Returns the words of train.py's command line that give the flag the value in the text."""
+    if text in ("True", "False"):
+        return [f"--{'no-' * (text == 'False')}{flag}"]
+    return [f"--{flag}", *text.split()]
 
 
 def varied(spec: str) -> dict[str, Variant]:
@@ -697,13 +727,21 @@ def varied(spec: str) -> dict[str, Variant]:
     require(Path(file).is_file(), f"--vary {spec}, and no file {file!r}", "FILE.py:FUNCTION")
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
             f"one of {', '.join(HOOKS)}")
-    own, theirs = runpy.run_path(file).get(name), inspect.signature(getattr(*HOOKS[name]))
+    before = set(sys.modules)
+    with explained(f"--vary {spec}, and {file} can't be run", "a file that Python can run"):
+        own = runpy.run_path(file).get(name)
+    theirs = inspect.signature(getattr(*HOOKS[name]))
+    require(callable(own), f"--vary {spec}, and {file} has no function {name}", f"def {name}{theirs}")
     with explained(f"--vary {spec}, and {name} has other arguments", f"def {name}{theirs}"):
         inspect.signature(own).bind(*theirs.parameters)
-    reference = "ppo" if name in ("gae", "value_loss") else "grpo"
-    text = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    fork = Variant(reference, {}, forked, dict(file=str(Path(file).absolute()), name=name, text=text))
-    return {reference: Variant(reference), spec: fork}
+    files = user_files(file, sys.modules.keys() - before)
+    args = dict(file=str(Path(file).absolute()), name=name, files=files)
+    if name == "mismatch_weight":
+        ours = gap(STALE, mismatch="token-truncate")
+        return {"grpo, stale": ours, spec: ours._replace(patch=forked, args=args | {"stale": STALE})}
+    # With one update a step, all ratios are 1.
+    reference = {"gae": "ppo", "value_loss": "ppo", "policy_loss": "grpo-4"}.get(name, "grpo")
+    return {reference: Variant(reference), spec: Variant(reference, {}, forked, args)}
 
 
 def chosen(args: argparse.Namespace) -> tuple[dict[str, Variant], int]:
@@ -744,18 +782,18 @@ def plan_of(variants: dict[str, Variant], base: dict[str, str]) -> dict[tuple, t
             for seed in range(30) for task in TASKS for name, variant in variants.items()}
 
 
-def make_runs(args: argparse.Namespace, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
+def make_runs(args: argparse.Namespace, file: Path, plan: dict, keys: dict, wanted: dict, seeds: int) -> Runs:
     base = {task: build(f"{args.base}-{task}", task) for task in args.tasks}
     weights = {task: weights_of(path) for task, path in base.items()}
-    runs, waiting = read_runs(keys, bool(args.vary)), []
+    runs, waiting = read_runs(keys, file), []
     for (task, name, seed), (cfg, variant) in plan.items():
         if name in wanted and task in base and seed < seeds and (
                 (weights[task], seed) not in runs.get((task, name), {})):
             row = dict(task=task, variant=name, seed=seed, settings=keys[task, name, seed],
                        weights=weights[task])
             waiting.append((row, cfg, variant))
-    train_all(waiting, args.jobs, VARIED if args.vary else RESULTS / "ablations.jsonl")
-    runs = read_runs(keys, bool(args.vary))
+    train_all(waiting, args.jobs, file)
+    runs = read_runs(keys, file)
     if args.vary:  # the same seeds of both variants, with the same base model
         for (task, _), found in runs.items():
             for key in [key for key in found if key[0] != weights.get(task) or key[1] >= seeds]:
@@ -768,12 +806,21 @@ def main() -> None:
     wanted, seeds = chosen(args)
     base = {task: str(Path(f"{args.base}-{task}").absolute()) for task in TASKS}
     plan = plan_of(matrix() | wanted, base)
-    keys = {name: key_of(*run) for name, run in plan.items()}
-    runs = read_runs(keys, bool(args.vary)) if args.report else make_runs(args, plan, keys, wanted, seeds)
+    # An edited torz, or another version of torch, makes new runs of --vary.
+    code = short_hash(json.dumps(VERSIONS).encode()) if args.vary else ""
+    keys = {name: key_of(*run) + code for name, run in plan.items()}
+    file = VARIED if args.vary else RESULTS / "ablations.jsonl"
+    if args.report:
+        runs = read_runs(keys, file)
+    else:
+        runs = make_runs(args, file, plan, keys, wanted, seeds)
     if args.vary:
         print("A difference is a mean over pairs of runs with the same seed; ± is half of a 95 % interval.")
         for task in args.tasks:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
+        failed = [name for task in args.tasks for name in wanted if len(runs.get((task, name), {})) < seeds]
+        require(not failed or args.report, f"runs without a result: {', '.join(sorted({*failed}))}",
+                "a function that raises no error (its traceback is above)")
     else:
         require(bool(runs), "no runs with these settings", "python -m bench.ablations")
         (RESULTS / "ablations.md").write_text(report(runs))

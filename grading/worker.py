@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing import Pipe, get_context
@@ -264,7 +264,7 @@ def _import_function(spec, known):
         names       names of its parameters
         seconds     the variable `seconds` of the user's file: a call's deadline in wall time; 0 if missing
         parallel    its variable `parallel` (default 16): number of parallel calls; 0 without `seconds`
-        files       see `_user_files`
+        files       see `user_files`
 
     known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""
     path, _, name = spec.rpartition(":")
@@ -294,7 +294,7 @@ def _import_function(spec, known):
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
-    files = _user_files(path, sys.modules.keys() - before)
+    files = user_files(path, sys.modules.keys() - before)
     if known is MAKE:
         function.step, function.close  # noqa: B018  raises AttributeError
         function = partial(_take_turn, function, names)
@@ -302,7 +302,7 @@ def _import_function(spec, known):
     return function, dict(names=names, seconds=seconds, parallel=parallel, files=files)
 
 
-def _user_files(path, imported):
+def user_files(path: str, imported: Iterable[str]) -> dict[str, str]:
     """Returns a dict: name of a module -> hash of its file, for the user's file `path` (name "") and for the
     user's other modules in the set `imported`. The hashes reveal edits. Files of torz and of installed
     packages are left out."""
@@ -664,7 +664,8 @@ class Grader(AbstractContextManager):
         custom: str = "",
         **more: Any,
     ) -> None:
-        """Queue a response for grading, without waiting. Raises UserError for an unknown kind or extractor.
+        """Queue a response for grading, without waiting. Raises UserError for an unknown extractor, and for
+        an unknown kind if the response has an answer.
 
         key: the response's key in `results`
         text: the response
@@ -763,7 +764,7 @@ class Grader(AbstractContextManager):
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
-        """Returns a dict: "FILE.py:FUNCTION" -> hashes of its files (see `_user_files`)."""
+        """Returns a dict: "FILE.py:FUNCTION" -> hashes of its files (see `user_files`)."""
         return {spec: server.facts["files"] for spec, server in self.functions.items()}
 
     def check(self) -> None:

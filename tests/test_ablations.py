@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -120,20 +121,19 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     for task, name, seed in {(row["task"], row["variant"], row["seed"]) for row in rows}:
         cfg = ablations.config_of(task, variants[name], seed, "base")
         keys[task, name, seed] = ablations.key_of(cfg, variants[name])
-    runs = ablations.read_runs(keys)
+    runs = ablations.read_runs(keys, ablations.RESULTS / "ablations.jsonl")
     assert sum(map(len, runs.values())) == len(rows) > 300
     assert ablations.report(runs) == (ablations.RESULTS / "ablations.md").read_text()
 
 
-def test_runs_are_told_apart_by_base_model_and_other_settings_do_not_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(ablations, "RESULTS", tmp_path)
-    monkeypatch.setattr(ablations, "VARIED", tmp_path / "none.jsonl")
+def test_runs_are_told_apart_by_base_model_and_other_settings_do_not_count(tmp_path):
     rows = [("old", "a"), ("new", "a"), ("new", "b"), ("new", "b")]
     lines = [dict(task="chain", variant="grpo", seed=i, settings=settings, weights=weights)
              for i, (settings, weights) in enumerate(rows)]
     (tmp_path / "ablations.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     keys = {("chain", "grpo", seed): "new" for seed in range(4)}
-    assert set(ablations.read_runs(keys)["chain", "grpo"]) == {("a", 1), ("b", 2), ("b", 3)}
+    runs = ablations.read_runs(keys, tmp_path / "ablations.jsonl")
+    assert set(runs["chain", "grpo"]) == {("a", 1), ("b", 2), ("b", 3)}
 
 
 def test_every_variant_is_a_config_and_every_claim_has_its_variants():
@@ -190,6 +190,33 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
     assert ablations.varied(f"{gae}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
 
 
+def test_a_function_is_varied_where_it_has_an_effect_and_an_edit_makes_new_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file, helper = tmp_path / "mine.py", tmp_path / "vary_helper.py"
+    names = "policy_loss", "mismatch_weight"
+    file.write_text(f"from grpo import {', '.join(names)}\nimport vary_helper\n")
+    helper.write_text("K = 1\n")
+    loss, weight = (ablations.varied(f"{file}:{name}") for name in names)
+    assert {v.reference for v in loss.values()} == {"grpo-4"}
+    assert {v.args["stale"] for v in weight.values()} == {ablations.STALE}
+    ours, theirs = (ablations.config_of("chain", v, 0, "base") for v in weight.values())
+    assert ours == theirs and ours.mismatch == "token-truncate"
+
+    def key():
+        sys.modules.pop("vary_helper", None)
+        fork = ablations.varied(f"{file}:policy_loss")[f"{file}:policy_loss"]
+        return ablations.key_of(ablations.config_of("chain", fork, 0, "base"), fork)
+
+    before = key()
+    assert before == key()
+    helper.write_text("K = -1\n")
+    assert before != key()
+    for text, words in (("def policy_loss(:", "can't be run"), ("x = 1", "no function policy_loss")):
+        file.write_text(text)
+        with pytest.raises(UserError, match=words):
+            ablations.varied(f"{file}:policy_loss")
+
+
 def test_the_engine_gets_weights_of_some_steps_ago_and_at_last_the_newest(monkeypatch, restored):
     """Except in the last evaluation, the engine has weights of two steps ago."""
     loaded, logits = [], torch.zeros(1000, 4)
@@ -244,8 +271,15 @@ def test_a_flag_is_varied_in_a_recipe_where_it_has_an_effect():
     assert ablations.varied("advantage=group_mean,group_mean_over_mean")["advantage=group_mean"] == (
         "grpo", {"advantage": "group_mean"}, None, {})
     assert {v.reference for v in ablations.varied("value_clip=0.2,None").values()} == {"ppo"}
+    assert {v.reference for v in ablations.varied("ratio=token,sequence").values()} == {"grpo-4"}
+    bounds = ablations.varied("mismatch_bounds=0 2,0.5 1.5")
+    assert [v.flags["mismatch_bounds"] for v in bounds.values()] == [(0.0, 2.0), (0.5, 1.5)]
+    assert {v.args["stale"] for v in bounds.values()} == {ablations.STALE}
+    switch = ablations.varied("drop_uniform=True,False")
+    assert [v.flags["drop_uniform"] for v in switch.values()] == [True, False]
     for spec, words in (("clip_high=0.2", "needed: two or more"), ("clip_hi=1,2", "did you mean --clip_high"),
-                        ("advantage=a,b", "invalid choice")):
+                        ("advantage=a,b", "invalid choice"), ("seed=1,2", "set themselves"),
+                        ("eval_samples=1,2", "set themselves")):
         with pytest.raises(UserError, match=words):
             ablations.varied(spec)
     runs = {("chain", f"clip_high={x}"): {("w", seed): row(x + seed / 100) for seed in range(3)}
