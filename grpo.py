@@ -142,7 +142,7 @@ def policy_loss(
         free, near = rho * advantages, inside * advantages
         loss = -torch.minimum(free, near)
         clipped = near < free
-    elif ratio.startswith("binary"):
+    elif ratio in ("binary_tv", "binary_kl"):
         away = (logp - engine_logp) * advantages > 0
         bound = torch.where(advantages > 0, clip_high, clip_low)
         far = divergence(logp.detach(), engine_logp, ratio) > bound
@@ -193,10 +193,12 @@ def mismatch_weight(
         "…-mask"       a ratio outside [low, high] becomes 0
         "negative-mask"  the ratio of each token; 0 where the advantage is negative and the geometric mean of
                        the response's exp(now - engine_logp) is below low
-    Raises KeyError for another kind. Sources: "token-truncate" with low = 0 is TIS (Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training"), "token-mask" is IcePop (2510.18855),
-    "sequence-mask" is MIS (Liu et al. 2025, "When Speed Kills Stability"), "negative-mask" with low = exp(-δ)
-    is the sequence mask of DeepSeek-V3.2 (2512.02556, sec. 3.1)."""
+    Raises KeyError for another LEVEL or ACTION.
+
+    Sources: "token-truncate" with low = 0 is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"), "token-mask" is IcePop (2510.18855), "sequence-mask" is MIS (Liu et
+    al. 2025, "When Speed Kills Stability"), "negative-mask" with low = exp(-δ) is the sequence mask of
+    DeepSeek-V3.2 (2512.02556, sec. 3.1)."""
     level, _, action = kind.partition("-")
     log_ratio = torch.where(mask, logp - engine_logp, 0)
     total = _segment_sum(log_ratio, segment)

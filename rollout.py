@@ -282,18 +282,16 @@ class Trajectories:
         if reply.done or reply.text is None or s.turns == self.cfg.max_turns:
             return self._complete(s)
         ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
-        left = self._left(s)
-        # The response has room, but not for the whole text, or the model has no embedding for a token: an
-        # error of the environment.
-        known = self.engine.config.vocab_size
-        if 0 < left < len(ids) or max(ids, default=0) >= known:
+        # A text that fits into no response, or a token without an embedding, is an error of the environment.
+        most, known = self.sampling.max_tokens, self.engine.config.vocab_size
+        if len(ids) >= most or max(ids, default=0) >= known:
             self.grader.errors["Flood", self.cfg.env] = (
-                f"Flood: the environment's text has {len(ids)} tokens up to {max(ids)}; "
-                f"the response has room for {left}, and the model knows {known}"
+                f"Flood: the environment's text has {len(ids)} tokens, the largest is {max(ids)}; needed: "
+                f"fewer tokens than a response may have ({most}), all of them below {known}"
             )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
-        if len(ids) >= left:
+        if len(ids) >= self._left(s):
             return self._complete(replace(s, stopped=False))
         self.open[s.key] = answered(s, reply.text, ids)
 

@@ -29,8 +29,8 @@ ALARMS = {
     "truncated": (
         lambda now, cfg: now["truncated"] > 0.5,
         "{now[truncated]:.0%} of the responses are cut at --max_response_len "
-        "{cfg.max_response_len} and score 0; try a larger one, or a --stop that "
-        "fits the responses in samples/",
+        "{cfg.max_response_len}; try a larger one, or a --stop that fits the "
+        "responses in samples/",
     ),
     "uniform": (
         lambda now, cfg: (

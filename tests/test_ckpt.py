@@ -331,6 +331,7 @@ def test_a_signal_to_a_rank_that_waits_is_heard_by_the_others():
 
 def test_an_export_of_what_is_not_there_is_refused_and_the_usage_is_said(two_ranks):
     for argv, said in ((["3", "x"], "one of step_000002, step_000004"), (["4", "x", "ref"], "has no ref"),
+                       (["", "x"], "no step ''; needed: a number, best or last"), ([".", "x"], "no step '.'"),
                        (["4"], "needed: python ckpt.py export RUN STEP.best.last OUT")):
         with pytest.raises(UserError, match=said):
             ckpt.main(["export", str(two_ranks[0]), *argv])

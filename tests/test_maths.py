@@ -363,6 +363,7 @@ def test_mismatch_weights(level):
     lambda x, mask, segment: grpo.group_advantages(x[None], "wrong"),
     lambda x, mask, segment: grpo.token_weights(mask, segment, "wrong", 2, 1, 2),
     lambda x, mask, segment: grpo.policy_loss(x, x, x, mask, segment, x, "wrong"),
+    lambda x, mask, segment: grpo.policy_loss(x, x, x, mask, segment, x, "binary_wrong", engine_logp=x),
     lambda x, mask, segment: grpo.mismatch_weight(x, x, mask, segment, "token-wrong", 0, 2)])
 def test_unknown_names_are_refused(call):
     with pytest.raises((ValueError, KeyError), match="wrong"):

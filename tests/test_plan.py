@@ -40,6 +40,9 @@ def test_parameters_are_counted_exactly(family, more, tmp_path):
     config.save_pretrained(tmp_path)
     shape = plan.read_shape(str(tmp_path))
     assert shape == plan.shape_of(config.to_dict(), str(tmp_path))
+    for name in ("num_key_value_heads", "head_dim"):
+        with pytest.raises(UserError, match=f"has no {name} above 0: 2"):
+            plan.shape_of(config.to_dict() | {name: "2"}, "x")
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)
         config.num_labels = 1

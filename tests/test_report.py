@@ -195,7 +195,9 @@ def run_of(folder, seed, rows, **changes):
 def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
     ppo = [run_of(tmp_path / f"ppo-{i}", i, healthy(1)) for i in (10, 11)]
     slow = run_of(tmp_path / "slow", 10, healthy(1), policy_lr=1e-9)
-    assert recipes([*ppo, slow, ppo[0]]) == [ppo, [slow]]
+    link = tmp_path / "latest"
+    link.symlink_to(ppo[1])
+    assert recipes([*ppo, slow, ppo[0], link]) == [ppo, [slow]]
     config = slow / "config.json"  # "versions" has packages, code and data
     config.write_text((ppo[0] / "config.json").read_text().replace('"torch": "2"', '"torch": "3"'))
     assert recipes([*ppo, slow]) == [ppo, [slow]]

@@ -53,7 +53,8 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
     "shows": "Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)",
     "counts": "(f'{len(text)};', None, False)",
     "endless": "'>'", "floods": "'1' * 1000", "strange": "'<far>'", "drowns": "'1' * 10**8", "mumbles": "3.5",
-    "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))"}.items())
+    "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))",
+    "fines": "('7' * 12, -1.0, False)"}.items())
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +292,16 @@ def test_all_turns_share_the_budget(tiny, env, settings, most):
         # With one token left, the environment's text (one token) is dropped: it leaves no room for a turn.
         assert s.turns == turns if s.stopped else len(s.ids) >= most - 1
         assert (s.reason == "truncated") == (not s.stopped) and s.is_sampled[-1]
+
+
+def test_the_room_that_is_left_erases_no_penalty(tiny, env):
+    """A text that leaves no room for a turn ends the trajectory as truncated, with the reward it has."""
+    samples, errors = sampled(tiny, f"{env}:fines", max_response_len=30, max_turns=9)
+    assert not errors and {s.reward for s in samples if s.turns > 1} == {-1.0}
+    ended = [s for s in samples if s.env_reward is not None]
+    assert {s.reward for s in ended} == {-1.0} and not any(s.stopped for s in ended)
+    room = {30 - len(s.ids) for s in ended}  # the text has 12 tokens, and a turn needs one more
+    assert room <= {*range(13)} and len(room) > 2 and min(room - {0}) < 12
 
 
 def test_the_environments_reward_is_the_trajectorys(tiny, env):

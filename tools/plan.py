@@ -236,7 +236,8 @@ def shape_of(config: dict, name: str) -> Shape:
         config = config | config["text_config"]
     family = config.get("model_type", "")
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
-    for size in sizes:
+    given = filter(config.get, ("num_key_value_heads", "head_dim"))
+    for size in (*sizes, *given):
         value = config.get(size)
         require(
             isinstance(value, int) and value > 0,

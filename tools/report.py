@@ -80,8 +80,11 @@ def _flags(run):
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
     """Returns the runs of each recipe. The config.json files of its runs differ only in `seed` and `out`. A
     run without config.json is a recipe of its own."""
+    unique = {}
+    for run in runs:
+        unique.setdefault(run.resolve(), run)  # a link to a run is the same run
     groups = {}
-    for run in dict.fromkeys(runs):
+    for run in unique.values():
         key = str(_flags(run) or run)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
@@ -460,13 +463,14 @@ def report_on(
     out: Path | None = None,
     metric: str = "",
 ) -> None:
-    """Write plot.png and report.html to the folder of a run, and print a summary. With several runs or --out,
-    print summaries and a table. Write their curves to --out, or the table if --out ends in .csv or .tex.
+    """Write plot.png and report.html to the folder of a run, and print a summary. With several runs, --out or
+    --metric, print summaries and a table. Write their curves to --out, or the table if --out ends in .csv or
+    .tex.
 
     Args:
         runs: folders of runs (train.py's --out); if none is given, the current folder
-        out: file for the picture of the runs, or .csv or .tex for their table; for several runs, the default
-            is compare.png
+        out: file for the picture of the runs, or .csv or .tex for their table; for several runs or with
+            --metric, the default is compare.png
         metric: metric of the table; the default is the first eval/…/avg@k, or else reward"""
     for run in runs:
         require(
@@ -474,7 +478,7 @@ def report_on(
             f"no metrics in {run / 'metrics.jsonl'}",
             "the folder of a run that has logged a step (train.py's --out)",
         )
-    if len(runs) == 1 and not out:
+    if len(runs) == 1 and not out and not metric:
         run = runs[0]
         with explained(f"can't write to {run}", "permission and space, or --out FILE", OSError):
             write_report(run)
