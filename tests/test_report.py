@@ -202,6 +202,8 @@ def test_a_recipe_is_the_runs_that_differ_only_in_seed_and_folder(tmp_path):
     config.write_text((ppo[0] / "config.json").read_text().replace('"torch": "2"', '"torch": "3"'))
     assert recipes([*ppo, slow]) == [ppo, [slow]]
     assert "--torch 3" in report.table([*ppo, slow], "reward")[2][0]
+    two = run_of(tmp_path / "two", 10, healthy(1), reward=("f.py:score=0.5", "math"))
+    assert "--reward f.py:score=0.5 math" in report.table([ppo[0], two], "reward")[2][0]
     bare = [tmp_path / "a", tmp_path / "b"]
     assert recipes(bare) == [[run] for run in bare]
 

@@ -73,8 +73,17 @@ def _flags(run):
     for name, value in config.items():
         name = name.lstrip("-")
         if name not in ("seed", "out"):
-            flags[f"--{name}"] = str(value)
+            flags[f"--{name}"] = _text(value)
     return flags
+
+
+def _text(value):
+    """Returns a value of config.json as a command line would have it, without brackets."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list):
+        return " ".join(map(_text, value))
+    return str(value)
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
