@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures torz on one GPU, in parts. Each part has a time limit. No network is needed.
 #
-#   sh bench/gpu_proof.sh [PART[:SECONDS] …]      # default: all parts with the limits below, half an hour in all
+#   sh bench/gpu_proof.sh [PART[:SECONDS] …]      # default: all parts with the limits below, about 40 minutes
 #
 # PART          default limit and what it does
 # numerics      150  bf16 log-probs and gradients of packs, compared with those of transformers in fp32
@@ -9,7 +9,7 @@
 # demo-ppo      120  the demo with PPO and vLLM
 # step-SIZE     150  six GRPO steps of 256 responses of 512 tokens; SIZE is 0.5b (default) or 1.5b.
 #                    step-SIZE-ENGINE: with this engine (default: auto)
-# trl-SIZE      150  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
+# trl-SIZE      240  the same work in TRL 1.16 with vLLM in the same process; needs trl and datasets
 # rollout-ENGINE 90  tokens a second of vllm (default) or torch inside torz, and of vllm alone; 512 responses of
 #                    512 tokens. rollout-ENGINE-N: N responses
 # lora-ENGINE   200  the same, four steps, with 7B's shape and adapters (preset gsm8k-7b-1gpu)
@@ -116,8 +116,10 @@ for word in "$@"; do
     numerics) limit=150 ;;
     demo-grpo | demo-ppo) limit=120; base ;;
     resume) limit=150; base ;;
-    step | trl | step-0.5b* | trl-0.5b) limit=150; model 0.5b ;;
-    step-1.5b* | trl-1.5b) limit=150; model 1.5b ;;
+    step | step-0.5b*) limit=150; model 0.5b ;;
+    step-1.5b*) limit=150; model 1.5b ;;
+    trl | trl-0.5b) limit=240; model 0.5b ;;
+    trl-1.5b) limit=240; model 1.5b ;;
     lora | lora-*) limit=200; model 7b ;;
     rollout | rollout-vllm* | rollout-torch*) limit=90; model 0.5b ;;
     train | train-*) limit=40 ;;
