@@ -803,9 +803,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
     what: policy, critic or ref; or adapter, for the policy's adapters (--lora) in the format of PEFT
     base: the base model's folder, if it was moved"""
     check_export_path(out)
-    require(
-        step in ("best", "last") or step.isdecimal(), f"no step {step!r}", "a number, best or last"
-    )
+    require(step not in ("", "."), f"no step {step!r}", "a number, best or last")
     path = named(str(run) if step == "last" else f"{run}/{step}")
     who = what.replace("adapter", "policy")
     with hold(path):

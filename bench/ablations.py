@@ -363,6 +363,8 @@ def keep(name: dict, file: Path, status: int, results: Path) -> str:
     if not file.is_file():
         return f"{run}: exit {status}, no result\n{file.with_suffix('.log').read_text()[-2000:]}"
     row = name | json.loads(file.read_text())
+    if row["base"] is None:  # not one evaluation: the run was refused
+        return f"{run}: no result: {row['error']}"
     with results.open("a") as lines:
         lines.write(json.dumps(row) + "\n")
     accuracy = "no accuracy" if row["accuracy"] is None else f"held-out accuracy {row['accuracy']:.3f}"
@@ -685,7 +687,9 @@ def read_runs(keys: dict[tuple[str, str, int], str], file: Path) -> Runs:
 COMMANDS = {"grpo": "tiny-grpo", "grpo-4": "tiny-grpo --policy_updates 4", "ppo": "tiny-ppo"}
 
 
-OURS = "seed model data eval_data eval_samples eval_every steps out resume start_from".split()  # not varied
+# Flags that are not varied, because the runs set them themselves or their files are not in a run's key
+OURS = ("seed model data eval_data eval_samples eval_every steps epochs total_episodes out resume start_from "
+        "ranks layout tp reward env").split()
 
 
 def varied_flag(flag: str, values: str) -> dict[str, Variant]:
@@ -693,7 +697,7 @@ def varied_flag(flag: str, values: str) -> dict[str, Variant]:
     effect, with this value. Raises UserError for a wrong flag or value."""
     texts, errors = values.split(","), []
     require(len(texts) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
-    require(flag not in OURS, f"--vary {flag}, which these runs set themselves", f"none of {', '.join(OURS)}")
+    require(flag not in OURS, f"--vary {flag}, which these runs do not vary", f"none of {', '.join(OURS)}")
     for reference, command in COMMANDS.items():
         if flag == "ratio" and reference == "grpo":
             continue  # with one update a step, all ratios are 1
@@ -713,7 +717,7 @@ def words_of(flag: str, text: str) -> list[str]:
     """Returns the words of train.py's command line that give the flag the value in the text."""
     if text in ("True", "False"):
         return [f"--{'no-' * (text == 'False')}{flag}"]
-    return [f"--{flag}", *text.split()]
+    return [f"--{flag}", *(text.split() or [""])]
 
 
 def varied(spec: str) -> dict[str, Variant]:
@@ -728,6 +732,7 @@ def varied(spec: str) -> dict[str, Variant]:
     require(name in HOOKS, f"--vary {spec}, and nothing here is replaced by {name!r}",
             f"one of {', '.join(HOOKS)}")
     before = set(sys.modules)
+    sys.path.append(str(Path(file).absolute().parent))  # for modules beside the file
     with explained(f"--vary {spec}, and {file} can't be run", "a file that Python can run"):
         own = runpy.run_path(file).get(name)
     theirs = inspect.signature(getattr(*HOOKS[name]))
@@ -812,6 +817,7 @@ def main() -> None:
     file = VARIED if args.vary else RESULTS / "ablations.jsonl"
     if args.report:
         runs = read_runs(keys, file)
+        require(bool(runs), "no runs of these settings and this code", "the same command without --report")
     else:
         runs = make_runs(args, file, plan, keys, wanted, seeds)
     if args.vary:
@@ -820,9 +826,8 @@ def main() -> None:
             print("\n".join(["", f"## {task}", "", *task_table(runs, task, wanted)]))
         failed = [name for task in args.tasks for name in wanted if len(runs.get((task, name), {})) < seeds]
         require(not failed or args.report, f"runs without a result: {', '.join(sorted({*failed}))}",
-                "a function that raises no error (its traceback is above)")
+                "a function without errors, or values that a run accepts (see the lines above)")
     else:
-        require(bool(runs), "no runs with these settings", "python -m bench.ablations")
         (RESULTS / "ablations.md").write_text(report(runs))
         picture(runs, RESULTS / "ablations.png")
         print(report(runs))

@@ -178,6 +178,8 @@ def load(
     log.say(f"seconds of the start: {', '.join(parts)}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     lengthened = saved["config"]["steps"] == start < cfg.steps
+    # Run and Saver share the dict of solved problems. So each checkpoint has the problems solved so far.
+    solved = facts["solved"]
     return Run(
         cfg,
         world,
@@ -189,9 +191,7 @@ def load(
         start=start,
         lengthened=lengthened,
         carried=carried,
-        solved=facts[
-            "solved"
-        ],  # the saver's facts, too: each checkpoint has the problems solved so far
+        solved=solved,
         saver=saver,
         log=log,
         lock=lock,

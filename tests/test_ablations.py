@@ -190,6 +190,14 @@ def test_a_forks_function_takes_the_place_of_the_reference(tmp_path, restored):
     assert ablations.varied(f"{gae}:gae")["ppo"].reference == "ppo" and callable(ppo.gae)
 
 
+def test_a_refused_run_leaves_no_result(tmp_path):
+    file, results = tmp_path / "0.json", tmp_path / "rows.jsonl"
+    name = dict(task="chain", variant="x", seed=0)
+    for base, kept in ((None, False), (0.5, True)):
+        file.write_text(json.dumps({"base": base, "accuracy": None, "error": "refused"}))
+        assert "refused" in ablations.keep(name, file, 0, results) and results.exists() == kept
+
+
 def test_a_function_is_varied_where_it_has_an_effect_and_an_edit_makes_new_runs(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file, helper = tmp_path / "mine.py", tmp_path / "vary_helper.py"
@@ -278,8 +286,8 @@ def test_a_flag_is_varied_in_a_recipe_where_it_has_an_effect():
     switch = ablations.varied("drop_uniform=True,False")
     assert [v.flags["drop_uniform"] for v in switch.values()] == [True, False]
     for spec, words in (("clip_high=0.2", "needed: two or more"), ("clip_hi=1,2", "did you mean --clip_high"),
-                        ("advantage=a,b", "invalid choice"), ("seed=1,2", "set themselves"),
-                        ("eval_samples=1,2", "set themselves")):
+                        ("advantage=a,b", "invalid choice"), ("seed=1,2", "do not vary"),
+                        ("eval_samples=1,2", "do not vary")):
         with pytest.raises(UserError, match=words):
             ablations.varied(spec)
     runs = {("chain", f"clip_high={x}"): {("w", seed): row(x + seed / 100) for seed in range(3)}

@@ -292,7 +292,8 @@ def test_seconds_scale_as_their_formulas_do():
 # The constants of the code that ran on the H200: FSDP on one rank, vLLM's own output processor, an output
 # layer with ten passes over small chunks of logits, and AdamW without the fused kernel.
 THEN = dict(DECODE_HOST={"vllm": (0.9e-3, 35e-6)}, LAYER_HOST=3.5e-3, OPTIMIZER_HOST={False: 4e-3},
-            HEAD_BYTES=(40, 130), START={"vllm": 65.0}, LAYER_DECODE=0.0, CHUNK_BYTES={"cuda": 2**28})
+            HEAD_BYTES=(40, 130), START={"vllm": 65.0}, LAYER_DECODE=0.0, MFU=0.35, MFU_HALF=0,
+            CHUNK_BYTES={"cuda": 2**28})
 
 
 STEP = "orz-7b-grpo --samples_per_prompt 8 --max_prompt_len 64 --max_response_len 512 --engine_share 0.4"

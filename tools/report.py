@@ -66,14 +66,14 @@ def _values(runs, name):
 
 def _flags(run):
     """Returns a run's flags without `seed` and `out`, and its packages, code and data, as a dict:
-    --name -> text."""
+    --name -> value."""
     config = read_json(run / "config.json", {"versions": dict})  # UserError if versions is no dict
     config |= config.pop("versions", {})
     flags = {}
     for name, value in config.items():
         name = name.lstrip("-")
         if name not in ("seed", "out"):
-            flags[f"--{name}"] = _text(value)
+            flags[f"--{name}"] = value
     return flags
 
 
@@ -83,7 +83,8 @@ def _text(value):
         value = [*value.values()]
     if isinstance(value, list):
         return " ".join(map(_text, value))
-    return str(value)
+    text = str(value)
+    return text if text.split() == [text] else repr(text)  # quotes for several words, or none
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
@@ -274,7 +275,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
         words = []
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
-                words.append(f"{name} {own[name]}")
+                words.append(f"{name} {_text(own[name])}")
         row = [" ".join(words) or str(group[0]), str(len(scores))]
         for numbers in ([*scores.values()], gaps):
             if numbers:
@@ -487,6 +488,7 @@ def report_on(
             f"no metrics in {run / 'metrics.jsonl'}",
             "the folder of a run that has logged a step (train.py's --out)",
         )
+    runs = list(chain(*recipes(runs)))
     if len(runs) == 1 and not out and not metric:
         run = runs[0]
         with explained(f"can't write to {run}", "permission and space, or --out FILE", OSError):
