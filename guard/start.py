@@ -178,24 +178,10 @@ def load(
     log.say(f"seconds of the start: {', '.join(parts)}")
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     lengthened = saved["config"]["steps"] == start < cfg.steps
-    # Run and Saver share the dict of solved problems. So each checkpoint has the problems solved so far.
-    solved = facts["solved"]
-    return Run(
-        cfg,
-        world,
-        *inputs,  # in the order of Run's fields
-        engine,
-        policy,
-        critic,
-        ref,
-        start=start,
-        lengthened=lengthened,
-        carried=carried,
-        solved=solved,
-        saver=saver,
-        log=log,
-        lock=lock,
-    )
+    # In the order of Run's fields, as `inputs`. Run and Saver share the dict of solved problems, so each
+    # checkpoint has the problems solved so far.
+    progress = (start, lengthened, carried, facts["solved"])
+    return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
 
 def with_checkpoint(
