@@ -783,7 +783,7 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's MARKER file. facts: content of the run's state.json"""
     names = (
         "template system_prompt date stop extractor temperature "
-        "max_prompt_len max_response_len max_model_len"
+        "max_prompt_len max_response_len max_model_len env max_turns"
     ).split()
     return {
         "run": str(run),

@@ -169,6 +169,8 @@ def _replied(value):
         text = text.encode().decode()
     if reward is not None:
         reward, _ = _rewarded(reward)
+    if done not in (True, False):
+        raise TypeError(f"--env returned done={done!r:.80}; needed: True or False")
     return Reply(text, reward, bool(done)), "replied"
 
 

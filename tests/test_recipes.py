@@ -33,7 +33,14 @@ from guard.checks import check_parts
 from model import load_tokenizer
 from rollout import accuracy
 from tools import evaluate
-from tools.evaluate import EVAL_FLAGS, eval_configs, main, model_name, paired_differences
+from tools.evaluate import (
+    EVAL_FLAGS,
+    eval_configs,
+    load_candidate,
+    main,
+    model_name,
+    paired_differences,
+)
 
 # The expected values of the presets. Comments name the sources, papers by their arXiv numbers.
 ORZ = dict(  # Open-Reasoner-Zero (2503.24290): playground/orz_7b_ppo.py
@@ -585,7 +592,8 @@ def test_the_command_line_has_models_then_data_then_flags():
 
 def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     facts = dict(template="plain", prompt=configs.TEMPLATES["plain"], system_prompt="", stop=["</a>"],
-                 extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70)
+                 extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70, max_turns=3,
+                 env="e.py:f")
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {},
              "chat": {"template": "chat", "prompt": ""},
              "d": {"max_response_len": 20000}, "old": {"prompt": "", "date": "1"}}
@@ -596,6 +604,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     cfg, other = eval_configs(["base", a, "a.json"])
     assert (cfg.template, cfg.stop, cfg.extractor) == ("plain", ("</a>",), ("boxed",))
     assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64 and cfg.model_len == 70
+    assert cfg.max_turns == 3 and cfg.env == ""  # what is read runs no code
     assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
     assert eval_configs([f"{tmp_path}/d", "a.json", "--max_model_len", "0"])[0].pack_len > 20000
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
@@ -676,6 +685,19 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
         assert run_ranks(2, outcome, [model, *argv, *out]) == [
             f"{platform.node()}: {together} is not empty; needed: an --out that is new or empty"] * 2
     assert json.loads((together / "scores.json").read_text()) == found
+
+
+def test_an_export_of_turns_says_that_no_environment_asks_it(base, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "m")
+    (tmp_path / "m/torz.json").write_text('{"env": "e.py:f"}')
+    cfg = dataclasses.replace(eval_configs([tiny, *base.data, *EVAL])[0], model=f"{tmp_path}/m")
+    told = []
+    load_candidate(cfg, told.append, False)
+    assert [line for line in told if "--env" in line] == [
+        f"{tmp_path}/m was trained with --env e.py:f, and is evaluated without --env"]
+    told.clear()
+    load_candidate(dataclasses.replace(cfg, env="e.py:g"), told.append, False)
+    assert not [line for line in told if "--env" in line]
 
 
 def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path, monkeypatch, capfd):

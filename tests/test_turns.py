@@ -54,6 +54,7 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
     "counts": "(f'{len(text)};', None, False)",
     "endless": "'>'", "floods": "'1' * 1000", "strange": "'<far>'", "drowns": "'1' * 10**8", "mumbles": "3.5",
     "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))",
+    "ends": "('text', 1.0, 'no')",
     "fines": "('7' * 12, -1.0, False)"}.items())
 
 
@@ -159,7 +160,8 @@ def test_an_environment_that_fails_is_a_reason(env):
                 ("hangs", "timeout", None), ("raises", "error", "KeyError: 1"),
                 ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
                 ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the reward is nan"),
-                ("mumbles", "error", "TypeError"), ("half", "error", "UnicodeEncodeError")):
+                ("mumbles", "error", "TypeError"), ("ends", "error", "TypeError: --env returned done='no'"),
+                ("half", "error", "UnicodeEncodeError")):
             grader.errors.clear()
             for i in range(2):
                 grader.ask(i, [f"{i}"], problem=name)

@@ -176,7 +176,7 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
     found = {}
     for facts in exports:
         template = facts["template"]
-        unused = set(given)
+        unused = {*given, "env"}  # torz.json names a function, but must not run it
         inside = [name for name in ("system_prompt", "date") if facts.get(name)]
         require(
             unused.isdisjoint(inside),
@@ -403,6 +403,9 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
     cfg = set_template(tokenizer, cfg)
+    env = (_trained(cfg.model) or {}).get("env")
+    if env and not cfg.env:
+        say(f"{cfg.model} was trained with --env {env}, and is evaluated without --env")
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
     # A model may have been trained with extractors for data sets that are not here.
     check_graders(sets.values(), replace(cfg, extractor=()))
