@@ -253,7 +253,7 @@ def packed_attention(
     mask: Tensor | None,
     scaling: float,
     segments: Segments | None = None,
-    cache: Any = None,
+    engine_cache: Any = None,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -263,7 +263,7 @@ def packed_attention(
 
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
-    cache: an engines.torch_engine.Cache. None in training.
+    engine_cache: an engines.torch_engine.Cache. None in training. `cache` is an argument of transformers.
     segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
         the output is (R, 1, H, d)."""
     if segments is None:
@@ -271,10 +271,10 @@ def packed_attention(
     else:
         # squeeze, because the backward pass of x[0] would copy the gradient once more.
         qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (U, heads, d)
-    if cache is not None:
-        cache.write(module.layer_idx, *qkv[1:])
+    if engine_cache is not None:
+        engine_cache.write(module.layer_idx, *qkv[1:])
     if segments is None:
-        out = cache.read(module.layer_idx, qkv[0], scaling, sliding_window)
+        out = engine_cache.read(module.layer_idx, qkv[0], scaling, sliding_window)
         return out[:, None], None
     out = segments.run(
         partial(_varlen, segments, scaling, sliding_window),

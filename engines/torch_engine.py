@@ -408,7 +408,7 @@ class FusedDecoder:
         if not self.fused:
             tokens = tokens[:, None]
             positions = positions[:, None]
-            hidden = self.policy.hidden(tokens, positions, cache=cache)
+            hidden = self.policy.hidden(tokens, positions, engine_cache=cache)
             return hidden[:, 0]
         model = self.policy.model
         x = F.embedding(tokens, model.embed_tokens.weight)
@@ -740,7 +740,7 @@ class TorchEngine(Engine):
             token[None],
             position[None],
             segments=Segments(to_device(cu_seqlens, self.device), max(lengths)),
-            cache=cache,
+            engine_cache=cache,
         )
 
     def _decode(self, slots, temperature, top_p):
