@@ -53,7 +53,7 @@ import unicodedata
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import repeat
+from itertools import chain, permutations, repeat
 from typing import NamedTuple
 
 from configs import require
@@ -82,7 +82,7 @@ STYLED = {
     "[“”\u00ad\u200b-\u200f\u2060\ufe0f\ufeff]": "",  # invisible
 }
 CHARACTERS = _table(
-    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ’ ' ′ ' ″ '' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
     r"σ \sigma φ \phi ω \omega ∶ : ∠ \angle △ \triangle ⌊ \lfloor ⌋ \rfloor",
@@ -181,6 +181,7 @@ def _plain(text):
         for pattern, new in STYLED.items():
             text = re.sub(pattern, new, text)
         text = unicodedata.normalize("NFKC", text)
+        text = re.sub("[^\\W\\D]", lambda digit: str(int(digit[0])), text)  # of any script
     return text.translate(CHARACTERS)
 
 
@@ -248,7 +249,7 @@ SPELLINGS = _table(
     r"arcsin \arcsin arccos \arccos arctan \arctan sin \sin cos \cos tan \tan",
     r"cot \cot csc \csc ln \ln log \log exp \exp sqrt \sqrt pi \pi infty \infty",
     "hundred *10^{2} thousand *10^{3} million *10^{6} billion *10^{9}",
-    r'trillion *10^{12} <> \ne 平方厘米 "cm"^{2} 平方米 "m"^{2} theta \theta',
+    r"trillion *10^{12} <> \ne theta \theta",
     r"\widehat \overarc \wideparen \overarc",
 )
 TOKENS = (
@@ -288,6 +289,24 @@ def _progression(match):
     return ",".join(map(str, found))
 
 
+def _minutes(match):
+    """Returns degrees, minutes and seconds as degrees: 22°30' as 22 1800/3600."""
+    degrees, minutes, seconds = map(int, match.groups("0"))
+    return f'{degrees} {60 * minutes + seconds}/3600"degrees"'
+
+
+def _permuted(match):
+    """Returns all permutations of the tuples in an answer such as `(1,2,3) and its cyclic permutations`."""
+    found = {}
+    for inside in re.findall(r"\(([^()]*,[^()]*)\)(?!=)", match[0]):
+        parts = inside.split(",")
+        orders = [parts[i:] + parts[:i] for i in range(len(parts))]
+        if "cyclic" not in match[0] and len(parts) < 5:
+            orders = permutations(parts)
+        found |= {f"({','.join(order)})": None for order in orders}
+    return ",".join(found) or match[0]
+
+
 def _choices(match):
     """Returns several letters of choices in order: `C, A` as AC."""
     return "".join(sorted(re.findall("[A-H]", match[0])))
@@ -307,12 +326,12 @@ STYLES = (
 # An introduction with one of these words does not give the answer: `its opposite is 7`.
 CONTRARY = (
     "no not never wrong incorrect false negative minus opposite half twice double",
-    "reciprocal inverse more less most least bound excluded neither nothing but",
-    "except divisible exceeds up outside beyond reflection",
+    "reciprocal inverse more less at.(?:most|least) bound excluded neither nothing but",
+    "except divisible exceeds up outside beyond reflection complement",
 )
 CONTRARY = rf'(?![^"]*\b(?i:{"|".join(" ".join(CONTRARY).split())})\b)'
-IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes)|[^\W不]*[为是])\b"
-SOME = r"(?i:an|any|some|integer|constants?|arbitrary|real|positive|natural)\b"
+IS = r"(?:(?i:is|are|equals|exactly|only|gets?|has|takes|holds (?:for|if|when))|[^\W不]*[为是])\b"
+SOME = r"(?i:an?|any|some|integers?|constants?|arbitrary|reals?|numbers?|positive|natural)\b"
 FOR = rf"(?:(?i:for|all|every|each|where|with|if|when|at|since|attained|achieved)\b ?|{SOME} ?)+"
 NAMES_OF = r"[a-zC](?:,[a-z]){0,9}\b"
 # What stands between an answer and its condition
@@ -326,6 +345,7 @@ TIDY = {
     # Words that say nothing; the others mean "choose" and "answer"
     '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选[项择]?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
+    r"(\d+)⁄(\d+)": r"\\frac{\1}{\2}",  # x² + ½x
     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
     r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
     # (1) x=2 (2) y=3
@@ -342,7 +362,8 @@ TIDY = {
     r'\\\\ ?\[[\d.]+ ?"?\w+"?\]': r"\\\\",  # \\[2pt], a row's end with extra space, becomes \\
     r"\^ ?(?:\{ ?\\circ ?\}|\\circ ?)": '"degrees"',
     r"\^ ?\{?('+)\}?": r"\1",
-    r"\\textcircled ?\{(\d+)\}": r',"circled \1",',
+    r"(\d+)\"degrees\" ?(\d+)' ?(?:(\d+)'')?": _minutes,  # 22°30'
+    r"\\textcircled ?\{(\d+)\}": r",\1,",
     r"(?<=\d)\.(?=[/}])": "",  # 3./2
     r'(\\(?:sin|cos|tan|cot|sec|csc)[^"]{0,20}?)(?<![\d.])([\d.]{1,9})"degrees"': r"\1\\frac{\2\\pi}{180}",
     r'"degrees" ?"?([CF])(?:elsius|ahrenheit)?(?![a-z])"?': r'"deg\1"',
@@ -361,7 +382,7 @@ TIDY = {
     r"(?<=[A-Za-z^}]\{)\d{1,3}(?:,\d{3})+(?=\})": _digits,
     r"(?<![\d.,(\[{])(?!0)\d{1,3}(?:,\d{3})+(?![\d,)\]}\\])": _digits,
     r"\s+": " ",
-    r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])": _digits,
+    r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d/])|(?<=\.)\d{3}(?: \d{3})+(?!\d)": _digits,
     r'" ?"': " ",
     r" ?([-+*/=<>,;:^_(){}\[\]|]) ?": r"\1",
     r" (?=\\)": "",
@@ -374,15 +395,23 @@ TIDY = {
     r'\\frac\{("\w+")\}\{("\w+")\}': r"\1/\2",
     r"(\\m(?:ax|in))\\\{([^{}]*)\\\}": r"\1(\2)",
     r'(?i)^"?(?:DNE|(?:the limit )?does(?: not|n.t) exist)"?$': '"does not exist"',
-    r'(?i)^"(?:there (?:is|are) )?no(?: real)? (?:solution|root)s?(?: exists?)?"\W*$': EMPTY,
-    r'(?i)^"none"$': EMPTY,
+    # No such n exists
+    r'(?i)^"(?:there (?:is|are|exists?) )?no\b(?!"\W*$)(?: [a-z]+){0,2}"?'
+    r'(?: ?\w ?"?)?(?:exists?)?"?\W*$': EMPTY,
+    r'(?i)^"(?:none|无解)"$': EMPTY,
+    r'(?i)^"infinitely many(?: [a-z]+)?"$': r"\\infty ",
+    r'(?i) (?:(?:can )?(?:always )?wins?|has (?:a|the) winning strategy|will win)"\.?$': '"',
+    r'(?i)^"(?:the [a-z]+|it) is (?:an? )?(?=[a-z]+"\.?$)': '"',  # the triangle is equilateral
     r'(?i)^"(?:minus|negative)" ?(?=[\d\\])': "-",
     r'"degrees"(?= ?[-+*a-z])': "",  # 30 "degrees"+180 "degrees"n
     r'(?<=[)\]]) ?"?U"? ?(?=[(\[])': r"\\cup ",
     r"^(-?\d+)/(\d+) (?=[a-z\\])": r"\\frac{\1}{\2}",  # 1/2 x
     r'(?i)^"(yes|no|да|нет)"[,.] ?"(?!but|only|if|yes"|no")[^"]*"\.?$': r'"\1"',
-    r'"?\\?\b(max|min)(?:imum)?(?: value)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
+    r'(?i)^"(?:true|да|是|对|正确)"\.?$': '"yes"',
+    r'(?i)^"(?:false|нет|否|错|错误)"\.?$': '"no"',
+    r'"?(?:[Tt]he )?\\?\b(max|min)(?:imum)?(?: value)?(?: is)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
     r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),\\ldots ?,(-?\d{1,9})(?![\d.])": _progression,
+    r"\\angle (?=[A-Z]=)": "",
     r"\|([A-Z]{2})\|(?==)": r"\1",
     r"[,;]+([,;])": r"\1",
     r'^(?:(?:\("?[A-H]"?\)|"?[A-H]"?)(?:[,;]|[ .]*$)){2,}$': _choices,
@@ -412,23 +441,30 @@ TIDY = {
     r"\\\{(?:[a-z]|\([a-z],[a-z]\))(?:\\in ?\\mathbb\{R\})?[|:]((?:(?!\\\}).)+)\\\}": r" \1",
     r"^\\\{([^|:]+)[|:]([a-z]\\in ?(?:\\mathbb|\{?[A-Z])[^|:]*)\\\}$": r"\1,\2",  # {2k | k in Z}
     r"(\\mathbb\{R\})-(?=\\\{)": r"\1\\setminus ",
+    r'(\\mathbb\{R\}) ?"except(?: for)?" ?([^"]+)$': r"\1\\setminus\\{\2\\}",
     r'^"((?!answer)[a-z]+s)":([\d.]+)$': r'\2 "\1"',  # hours: 3
     r'^("[A-Z][a-z]+"):([^,;:]+)[,;]("[A-Z][a-z]+"):': r"\1=\2,\3=",  # Bob: 5, Al: 3
     r"^([^=<>\\a-z]+)=([a-z])$": r"\2=\1",  # 5=x
     r'^(\d+) ?"?[Rr]"? ?(\d+)$': r'\1 "remainder" \2',
     # k\in\mathbb{Z}
     rf"{BEFORE}{NAMES_OF}\\in ?(?:\\mathbb ?)?\{{?[A-Z]"
-    r"(?:[\^_{}+*]|\\ge ?0|>0)*\)?$": "",
+    r"(?:[\^_{}+*]|\\ge ?\d|>\d)*\)?$": "",
+    rf"{BEFORE}[a-z]=[01](?:,\d){{0,3}},\\ldots ?\)?$": "",  # k=0,1,2,...
+    # x=2, since y=1
+    r'[,;(]? ?"(?:since|because|(?:which is )?(?:attained|achieved)|for example|with equality)\b.*$': "",
+    r'^"?(?i:all|any|every)?[^,;=]{0,40}[ "]of the form" ?': "",
+    r"(?<=\\equiv )([^,;\\]+)[,;]([^,;\\]+)(?=(\\pmod ?\{?\d+\}?))": r"\1\3,\2",  # 1,5 \pmod 6
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
-    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?$': "",  # for all x
+    rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?(?=$|[,;])': "",  # for all x
     # 5 when x=2, but not x^2 when x=2
     rf'^(?=.*"{FOR}" ?([a-z])=)((?:(?!\1).)+?)[,;(]? ?"{FOR}" ?(?:[a-z]=)+[-\w.]+\)?$': r"\2",
     rf"{BEFORE}([a-zC])(?:[<>]|\\[gln]e(?![a-z])) ?(?:-|\\\w+ ?)?[\w.]+\)?$": _without_bound,
     r'(?i)(?<=^")(?:(?:the|final|correct) )*answer(?: is)? (?!is")(?=\w)': "",  # the answer is Tuesday
     # the value of x is 5
     rf'^"{CONTRARY}(?:[^\W\d]+ ){{0,9}}'
-    rf'(?:(?:[^\W\d]+" (?:of )?(?!of\b)[a-z](?:[-+]?[a-z])* ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
+    rf'(?:(?:[^\W\d]+" [a-z](?:[-+]?[a-z])* ?")?(?:{IS}|(?i:answer|equal \w+))" ?:?'
     r'|[^\W\d]+" ?:)(?=.)': "",
+    r'^.*"[^"]*(?:permutation|(?:up to|in (?:any|some)) order)[^"]*".*$': _permuted,
     rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
     r'^"(?i:(?:the )?(?:set|line|curve|equation))" ?(?=\\\{|.*=)': "",
     r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
@@ -436,6 +472,7 @@ TIDY = {
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
     r'(?<=.) ?"only"\.?$': "",
     r'(?<=\w) only"\.?$': '"',
+    r'"平方(\w+)"': r'"\1"^{2}',
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)")\.? ?'
     r"(-?\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
@@ -501,8 +538,12 @@ def _is_word(match):
     if PLURAL.sub("", word) in ALIASES:
         number = r"[\d })]$" if len(word) > 1 else r"^(?:[^A-Za-z]|times|cdot|approx)*[\d})]\$? $"
         return re.search(number, before)
-    if word in SPELLINGS:
+    if word in SPELLINGS or word == "of":
         return True
+    if len(word) < 3 and before.endswith("="):  # f(t)=at
+        return False
+    if word == "a":
+        return re.search(r"[A-Za-z]{2}\}? $", before) and re.match(" (?!and|or)[a-z]{3}", after)
     if re.search(r"[\w^})\\]$|(?:frac|sqrt|\})\{$", before) or re.match(r"[\^_+=/-]", after):
         return False
     return len(word) > 2 or word in NO_UNIT
@@ -546,7 +587,7 @@ class Reading(NamedTuple):
 # A unit's first name, and other names of the same unit. English plurals need no entry. After a number, a
 # short name such as mm is the unit, not the product of two variables.
 UNIT_NAMES = (
-    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米",
+    "mm millimeter millimetre мм 毫米; cm centimeter centimetre см 厘米; dm decimeter дм 分米",
     "m meter metre м 米; km kilometer kilometre км 千米 公里; in inch inche",
     "ft foot feet; yd yard; mi mile; mg milligram; g gram г 克; lb pound",
     "kg kilogram кг 千克 公斤; oz ounce; ton tonne т 吨; ms millisecond",
@@ -554,7 +595,7 @@ UNIT_NAMES = (
     "h hr hour ч 小时 час часа часов; day 天 день дня дней; week; month 月",
     "yr year 年 岁 год года лет; l liter litre л 升; gal gallon; mph; hz hertz",
     "ml milliliter millilitre мл 毫升; degree deg 度 градусов градуса",
-    "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元",
+    "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元; yen 円 日元",
     "euro 欧元 евро; rs rupee; rouble ruble руб рубль рубля рублей; шт штук штуки",
     "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
     "pa pascal; am; pm; sq; unit; 个; 人; 种; furlong; zentner",
@@ -566,7 +607,8 @@ for row in ";".join(UNIT_NAMES).split(";"):
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 BASES = _table(
     "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
-    "eleven 11 twelve 12",
+    "eleven 11 twelve 12 thirteen 13 fourteen 14 fifteen 15 sixteen 16",
+    "seventeen 17 eighteen 18 nineteen 19",
 )
 # Words after a number are its unit: `5 meters`. But a word of NO_UNIT or PART changes the number's value or
 # meaning. With such a word, the Reading has the kind "text", not "quantity": `10 dozen` does not equal 10.
@@ -590,7 +632,7 @@ MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
 ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
 # A number and its unit, which has at most five words
 QUANTITY = re.compile(
-    r' ?(?!an? ?")([^"]*[^-+*/=<>^_,({\[|" ]) ?'
+    r' ?(?!(?i:an?) ?")([^"]*[^-+*/=<>^_,({\[|" ]) ?'
     r'(?=(?:[^ ]* ){0,3}[^ ]*$)((?:"[^"]*"(?:\^\{-?\d\})?[ /*]?)+)'
 )
 DECIMAL = re.compile(
@@ -608,7 +650,7 @@ BASE = re.compile(r'\(?([0-9A-F]*[0-9][0-9A-F]*)\)?_\{[("]*(\w{1,8})[)"]*\}', re
 VALUES = set(r"\frac \sqrt \binom \pi \ln \log \sin \cos \tan e i \approx".split())
 # A name may stand before `=`. It is one of NAMES, and then any of ENDS in this order
 NAMES = (
-    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
+    r'(?:(?:m ?)?\\(?!pi|infty|not|ln|log|sqrt)P?[a-z]++ ?\d?)+(?:\{"?[A-Za-z]+"?\})?',  # m\angle
     r"(?!not)[A-Za-z]{1,4}|[A-Z]\\c[au]p(?: ?[A-Z])?",  # x, ABC
     r'"(?![^"]*\b(?i:half|twice|not|never|wrong|false|opposite|negative of)\b)[^"]*"',  # "Tom"
     r'\\?\|[^|=<>+-]*[A-Za-z][^|=<>+-]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
@@ -646,6 +688,7 @@ RELATIONS = r"< > \le \ge \ne".split()
 ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
 NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
+LINEAR = re.compile(r"(\d+)[a-z]([+-]\d+)?")  # 7k+3
 RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
@@ -931,7 +974,10 @@ def _read_scalar(text, inner):
     if match := BASE.fullmatch(text):
         return "text", f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}"
     if match := RESIDUE.fullmatch(text):
-        return "tuple", (f"mod {match[2]}", [inner(match[1])])
+        value = inner(match[1])
+        if value.kind == "number" and value.parts.value < 0 and match[2].isdecimal():
+            value = inner(str(value.parts.value + int(match[2])))  # -4 \pmod 7 is 3 \pmod 7
+        return "tuple", (f"mod {match[2]}", [value])
     parts, found = _split(text, ":")
     if not found or '"' in text:
         return None
@@ -996,10 +1042,10 @@ OPERATIONS = list(
             r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc).*",
             r"\\(?:log|ln).*",
             # roots, also as a power: x^{1/2}. The two roots of \frac{\sqrt2}{\sqrt3} count as one.
-            r"\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
+            r"(?<!\\ln)\\sqrt(?:\{\w+\}\}\{\\sqrt(?=\{\w+\}\}))?|\^\{[^{}]*[./]|\^\{[^{}]*\\frac",
             # Logarithms. The gold answer \ln\frac32 has two matches, so an answer may have two, such as
             # \ln3-\ln2. \frac{\ln3}{\ln2} has one match.
-            r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac|\d+\.)",
+            r"(?<!\}\{)\\l(?:n|og)|(?<=\\ln|log|ln\() ?(?:\\frac(?!\{[1e]\})|\d+\.)",
         ),
     )
 )
@@ -1007,7 +1053,7 @@ OPERATIONS = list(
 # turns \frac{84}{2} into 42. So `_calculations` must search the text for such calculations.
 RATIO = re.compile(
     r"\\frac\{-?\d+\}\{-?\d+\}(?:\*\d(?!\d*\^)|\(\d[^-+()]*\))?"
-    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-"
+    r"|(?<![\d.])\d+/\d+|\d\*\\frac\{\\?[\dp]|-\(-[^()]*\)(?!\^)"
 )
 # math-verify misreads texts that match this pattern. It reads 46 1 as 47, 52_9 as 52, 5\approx 2 as 5,
 # and 2f' as 2f.
@@ -1075,23 +1121,40 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     a, b = (read(normalise(text)) for text in (answer, gold))
     if chosen and b.parts == letter and letter in answer:  # `(A) 15` equals A
         return True
+    ours, theirs = (set(DOMAIN.findall(text)) for text in (answer, gold))
+    if ours and theirs and ours.isdisjoint(theirs):
+        return False
+    texts = chain([a.text], _renamed(answer, gold, a.text, b.text))
+    is_family = INTEGER.search(answer + gold) and not RESTRICTED.search(answer + gold)
     try:
-        if _same(a, b, prove):
-            return True
+        equal = any(_same(read(text), b, prove) for text in texts)
+        if equal or not is_family:
+            return equal
+        return None if prove is _undecided else _same_family(a, b)
     except Undecided:
         return None
-    ours, theirs = map(PARAMETER.search, (answer, gold))
-    if not ours or not theirs or theirs[1] in {ours[1], *_variables(answer)}:
-        return False
-    renamed = re.sub(rf"(\\[a-z]+)|{ours[1]}", lambda found: found[1] or theirs[1], answer)
-    return quick_grade(renamed, gold, kind, prove)
 
 
-# Finds the parameter n of 2\pi n, n\in\mathbb{Z}. The gold answer may use another letter for its parameter.
-PARAMETER = re.compile(
-    r"(?<![a-z\\])([a-z])"
-    r"(?: ?(?:\\in|∈) ?\{?(?:\\mathbb ?\{?)?[ZNRCℤℕℝ]|\) ?=.*(?<![a-z\\])\1)"
+# The N of k\in\mathbb{N}. N^+ and others do not match.
+DOMAIN = re.compile(r"(?:\\in|∈) ?(?:\{?\\mathbb ?\{?)([NZQRC])\}?\}?(?![\^_*+])")
+# The parameter may be any integer, or only some integers.
+INTEGER = re.compile(
+    r"(?:\\in|∈) ?\{?\\?(?:mathbb ?\{?)?[Zℤ](?!\w|\}?[\^_+*>])|(?<!tive )\bintegers?\b"
 )
+RESTRICTED = re.compile(r"mathbb ?\{?N|ℕ|natural|tive\b|\\ge|[>≥]|dots")
+# Letters of parameters: the n of `2\pi n, n\in\mathbb{Z}`, of `2n for any integer n`, of `2n, where n is an
+# integer`, and of `(n,2n) (n\ge1)`
+LETTERS_OF = r"(?<![\w\\^*/+-])([a-zA-CK](?:(?:,| and ) *[a-zA-CK](?![a-z]))*)"
+PARAMETERS = (
+    rf"{LETTERS_OF} *(?:\\in|∈|= ?[01],|(?:is|are|an?|any|arbitrary)\b)"
+    rf"|[,;(] *{LETTERS_OF} *(?:\\ge?q?|[>≥]) ?[01]"
+    r"|\b(?:any|every|all|some|arbitrary|constants?|(?:real|integer|number)s?),? "
+    rf"{LETTERS_OF}(?![a-z])"
+)
+# also the arguments of a function: the t of f(t)=2t
+ARGUMENTS = rf"{PARAMETERS}|[a-zA-Z](?:\^-1)?\({LETTERS_OF}\) *="
+# the letters that a constant of an equation, such as y=Ce^x, may have
+CONSTANTS = set("ABCKck")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
 SIDE = re.compile(
@@ -1146,6 +1209,59 @@ def _bag(text):
     return "".join(sorted(re.sub(r"\\[{}]|[][(){}*+?]", "", text.replace(r"\frac", "/"))))
 
 
+def _same_family(answer, gold):
+    r"""Returns whether two Readings have the same values for all integers k: \frac\pi4+\frac{k\pi}2 and
+    \frac{(2k+1)\pi}4. Compares the values near 0, for k from -60 to 60."""
+
+    def families(reading):
+        reading = _parts(reading, "named", (None, reading))[1]
+        for part in _parts(reading, "list", [reading]):
+            parsed = _parse(part.text)
+            if parsed is None or len(parsed.free_symbols) > 1:
+                raise TypeError("no family")
+            letters = parsed.free_symbols
+            yield [float(parsed.subs(dict.fromkeys(letters, k))) for k in range(-60, 61)]
+
+    try:
+        ours, theirs = (list(families(r)) for r in (answer, gold))
+    except TypeError:  # also if a value is no real number
+        return False
+    limit = 8 * max(abs(values[61] - values[60]) for values in theirs)
+    near = []
+    for side in (ours, theirs):
+        near.append({round(x, 6) for values in side for x in values if abs(x) < limit})
+    return limit > 0 and near[0] == near[1]
+
+
+def _renamed(answer, gold, a, b):
+    """Yields the normalised answer `a` with the letters of its parameters replaced by those in `b`, the
+    normalised gold answer. Two parameters are replaced in both orders."""
+    # the letters in the values, without the names before `=`
+    names = r'"[^"]*"|(?:^|(?<=[,;]))(?:[a-zA-Z]+(?:\^\{-1\})?)?(?:\([^()]*\))?='
+    ours, theirs = (_variables(re.sub(names, "", text)) for text in (a, b))
+    extra = ours - theirs
+    missing = theirs - ours
+    if len(extra) != len(missing) or len(extra) not in (1, 2):
+        return
+    known = extra | missing <= CONSTANTS and "=" in a and "=" in b
+    for pattern in (PARAMETERS, ARGUMENTS):
+        declared, needed = (_letters_of(pattern, text) for text in (answer, gold))
+        # One of the two may declare nothing, but only the gold answer may name no argument.
+        ours_fit = extra <= declared or not declared and pattern == PARAMETERS
+        theirs_fit = missing <= needed or not needed
+        known = known or ours_fit and theirs_fit and bool(declared or needed)
+    for letters in permutations(missing) if known else ():
+        new = dict(zip(extra, letters, strict=True))
+        yield re.sub(r"\\[a-z]+|[A-Za-z]", lambda m, new=new: new.get(m[0], m[0]), a)
+
+
+def _letters_of(pattern, text):
+    """Returns the letters in the groups of `pattern` (PARAMETERS or ARGUMENTS)."""
+    plain = re.sub(r"\\text|\\(?:quad|[,;: ])", " ", re.sub("[${}]", "", text))
+    found = "".join(map("".join, re.findall(pattern, " ".join(plain.split()))))
+    return set(re.findall(r"\w", found.replace("and", "")))
+
+
 def _letter(text):
     """Returns the letter of a choice, such as B for `(B) 15`, and also X for the variable x; else None."""
     text = normalise(text).replace('"choices', " choices").replace('"', "")
@@ -1162,6 +1278,9 @@ def _same(answer, gold, prove):
     for kind, same in COMPARE.items():
         if kind in kinds:
             return same(answer, gold, prove)
+    if kinds == {"tuple", "expression"} and r"\pmod" in answer.text + gold.text:
+        answer, gold = map(_as_residue, (answer, gold))
+        kinds = {answer.kind, gold.kind}
     if kinds == {"number"}:
         return _same_number(answer.parts, gold.parts)
     if kinds == {"tuple"}:
@@ -1169,6 +1288,12 @@ def _same(answer, gold, prove):
     if kinds == {"text"}:
         return answer.parts == gold.parts
     return _same_expression(answer, gold, prove)
+
+
+def _as_residue(reading):
+    r"""Returns the Reading of 3 \pmod 7 for that of 7k+3, and other Readings unchanged."""
+    match = LINEAR.fullmatch(reading.text)
+    return read(rf"{match[2] or 0}\pmod {match[1]}") if match else reading
 
 
 def _parts(reading, kind, other):
@@ -1278,9 +1403,19 @@ def _same_quantity(answer, gold, prove):
     b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
+    if (unit or needed) == ("degree",) and None in (unit, needed) and r"\pi" in a.text + b.text:
+        a, b = map(_in_radians, (a, b))
     if unit and (unit != needed if needed else not free):
         return False
     return _same(a, b, prove)
+
+
+def _in_radians(reading):
+    """Returns the Reading of an angle in radians for that of a number of degrees."""
+    if reading.kind != "number" or abs(reading.parts.value) > 360:
+        return reading
+    share = reading.parts.value / 180
+    return read(rf"\frac{{{share.numerator}\pi}}{{{share.denominator}}}")
 
 
 def _same_number(answer, gold):
@@ -1372,7 +1507,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
         1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
-    from sympy import Eq, cancel, nan, numer, together
+    from sympy import Eq, Symbol, cancel, ceiling, floor, nan, numer, together
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
@@ -1398,6 +1533,18 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
             factor = cancel(a / b)  # 0 or nan if `answer` is an identity
             return bool(factor.is_number and factor.is_finite and factor != 0)
+        letters = left.free_symbols
+        if right.has(floor, ceiling) and letters == right.free_symbols and len(letters) == 1:
+            values = (
+                [side.subs(dict.fromkeys(letters, n)).doit() for n in range(1, 61)]
+                for side in (left, right)
+            )
+            return next(values) == next(values)
+        if answer.endswith("+C") and gold.endswith("+C"):  # antiderivatives may differ by a number
+            x = Symbol("x", real=True)
+            same = verify(right.diff(x), left.diff(x), timeout_seconds=None, raise_on_error=True)
+            if x in letters and same:
+                return True
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
         return verify(right, left, timeout_seconds=None, raise_on_error=True)
