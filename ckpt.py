@@ -697,8 +697,9 @@ def export_hf(
 
 
 def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
-    """Writes the export `out` atomically. `fill` writes the files, except MARKER, into a new folder. facts:
-    the result of `marker`. Raises UserError as `export_hf` does."""
+    """Writes the export `out` atomically. `fill` gets a new folder and writes all files except torz.json,
+    which gets `facts` (see `marker`). Raises UserError if `out` is something else than an export or a new
+    folder, or if a write fails."""
     needed = (
         "space and permission there, and then the same command, or "
         "ckpt.py export (the checkpoints are intact)"

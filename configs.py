@@ -1192,8 +1192,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def lock_file(file: int, kind: int) -> bool:
-    """Locks an open file or folder until it is closed. Returns whether it is locked: False if another open
-    file has a lock that excludes this one. A file system without locks excludes nothing.
+    """Locks an open file or folder until it is closed. Returns False if another open file has a lock that
+    excludes this one, else True. On a file system without locks, returns True and locks nothing.
 
     file: its descriptor
     kind: fcntl.LOCK_EX waits; fcntl.LOCK_EX | fcntl.LOCK_NB does not"""
@@ -1201,7 +1201,7 @@ def lock_file(file: int, kind: int) -> bool:
         fcntl.flock(file, kind)
     except BlockingIOError:
         return False
-    except OSError:
+    except OSError:  # the file system has no locks
         pass
     return True
 

@@ -571,8 +571,8 @@ def assign(
     lengths: np.ndarray, cost: np.ndarray, prompts: np.ndarray, ranks: int, cfg: Config, step: int
 ) -> Layout:
     """Returns nested lists: result[minibatch][rank][pack] is a list of sample indices. A minibatch has the
-    same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and all minibatches
-    have equally many.
+    same samples for any number of ranks. With --aggregation prompt, it has whole prompts, and the numbers of
+    prompts of two minibatches differ by at most 1.
 
     lengths: tokens of each sample; samples are ordered by (prompt_id, sample_id)
     cost: of each sample, such as its FLOP; only the ratios of costs matter
@@ -583,6 +583,7 @@ def assign(
         parts = np.array_split(rng.permutation(np.unique(prompts)), cfg.minibatches)
         minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
     else:
+        # `partition` is deterministic, so the samples are shuffled first. A part has places in `order`.
         order = rng.permutation(len(lengths))
         parts = partition(lengths[order], cfg.minibatches)
         minibatches = [np.sort(order[part]) for part in parts]

@@ -171,8 +171,12 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
     on a new prefix for their keys: a hash of random nonces, one from each rank.
 
     A rank that reads an old nonce, from before the restart, computes a wrong prefix. So each rank repeats
-    these steps: read all nonces, and write its key under the prefix that they give. It stops when every rank
-    has a key under that prefix."""
+    two steps:
+
+    1. Read all nonces. Their hash is the prefix.
+    2. Write `read/RANK` under this prefix.
+
+    It stops when every rank has written under its prefix. Then all ranks have read the same nonces."""
     address = os.environ["MASTER_ADDR"]
     line = f"rank {rank} waits for rank 0 of {size} at {address}"
     timer = threading.Timer(WAIT, print, [line])
@@ -196,11 +200,12 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
         missing = [r for r in range(size) if not store.check([keys[r]])]
         if not missing:
             nonces = b"".join(store.multi_get(keys))
-            ours = td.PrefixStore(short_hash(nonces), store)
-            ours.set(f"read/{rank}", "")
-            if ours.check([f"read/{r}" for r in range(size)]):
-                return ours
-        elif not told and time.monotonic() - start > WAIT:
+            agreed = td.PrefixStore(short_hash(nonces), store)
+            agreed.set(f"read/{rank}", "")
+            missing = [r for r in range(size) if not agreed.check([f"read/{r}"])]
+        if not missing:
+            return agreed
+        if not told and time.monotonic() - start > WAIT:
             print(f"rank {rank} waits for ranks {missing} of {size} at {address}", file=sys.stderr)
             told = True
         time.sleep(0.05)
@@ -245,14 +250,16 @@ def shard(
 
     recompute: see PackModel.recompute"""
     model.compute_dtype = dtype
-    if over.size() == 1:
+    alone = over.size() == 1
+    if alone:  # before `recompute`: a recomputed layer copies its weights again, and stores no copy
         compute_in(model, dtype)
     model.recompute(recompute)
-    if over.size() == 1:
+    if alone:
         return model
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    # The parameters of FP32, and the modules that have them
     exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
     nets = [module for module in model.modules() if hasattr(module, FP32[0])]
 
@@ -460,8 +467,8 @@ def move(model: nn.Module, optimizer: Optimizer | None, device: Device | None) -
         if name not in homes:
             homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
         home = homes[name]
-        # A tensor on the host usually shares memory with its home, so there is nothing to copy. It does not
-        # if it is new, or a shard that FSDP has padded.
+        # After its first move, a tensor on the host shares memory with its home, so nothing is copied. Two
+        # kinds of tensors do not, and are copied: new ones, and shards that FSDP has padded.
         if not values_at_home and local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x, non_blocking=True)
         new[x] = home.to(device, non_blocking=True, copy=True) if device else home

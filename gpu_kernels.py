@@ -85,7 +85,7 @@ def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor,
 @triton.jit
 def _logits_grad(
     z,
-    g,
+    out,
     scale,
     targets,
     lse,
@@ -95,7 +95,9 @@ def _logits_grad(
     V,
     BLOCK: tl.constexpr,
 ):
-    """One program computes BLOCK logits' gradients of one row. model.logits_grad has the formula."""
+    """One program computes the gradients of BLOCK logits of one row (formula: model.logits_grad).
+
+    z: logits. out: gets their gradients. g_logp, g_entropy: gradients of the row's log-prob and entropy"""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < V
@@ -103,13 +105,13 @@ def _logits_grad(
     x = tl.load(z + at, mask=inside, other=0.0)
     logp = x * scale - tl.load(lse + row)
     p = tl.exp(logp)
-    of_logp = tl.load(g_logp + row)
-    of_entropy = tl.load(g_entropy + row)
+    d_logp = tl.load(g_logp + row)
+    d_entropy = tl.load(g_entropy + row)
     is_target = i == tl.load(targets + row)
-    grad = tl.where(is_target, of_logp, 0.0) - p * of_logp
-    grad -= p * (logp + tl.load(entropy + row)) * of_entropy
+    grad = tl.where(is_target, d_logp, 0.0) - p * d_logp
+    grad -= p * (logp + tl.load(entropy + row)) * d_entropy
     grad = grad * scale
-    tl.store(g + at, grad.to(g.dtype.element_ty), mask=inside)
+    tl.store(out + at, grad.to(out.dtype.element_ty), mask=inside)
 
 
 def logits_grad(z: Tensor, scale: float, dtype: torch.dtype, *rows: Tensor) -> Tensor:
@@ -226,13 +228,15 @@ def _pieces(
     pieces,
     PIECE: tl.constexpr,
 ):
-    """One program reads one piece of one row of z (n, V)."""
+    """One program stores two numbers of one piece of one row of z (n, V): the largest logit m, in `largest`,
+    and the sum of exp(z - m), in `sums`."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(z + row * V + i, mask=i < V, other=-float("inf"))
     m = tl.max(x, 0)
-    shift = tl.where(m == -float("inf"), 0.0, m)  # no logit of this piece is in the nucleus
+    # If top-p has set the whole piece to -inf, z - m would be NaN.
+    shift = tl.where(m == -float("inf"), 0.0, m)
     at = row * pieces + piece
     tl.store(largest + at, m)
     tl.store(sums + at, tl.sum(tl.exp(x - shift), 0))
@@ -398,9 +402,9 @@ def _rotate_and_store(
     cached,
     page,
     place,
-    of_kind,
-    of_page,
-    of_head,
+    kind_stride,
+    page_stride,
+    head_stride,
     H,
     KV,
     half,
@@ -420,9 +424,9 @@ def _rotate_and_store(
     of_query = inside & (h < H)
     tl.store(to, first, mask=of_query)
     tl.store(to + half, second, mask=of_query)
-    at = tl.load(page + row) * of_page + tl.load(place + row) * 2 * half + j
+    at = tl.load(page + row) * page_stride + tl.load(place + row) * 2 * half + j
     kind = (h - H) // KV  # 0: a key, 1: a value
-    to = cached + kind * of_kind + at + (h - H) % KV * of_head
+    to = cached + kind * kind_stride + at + (h - H) % KV * head_stride
     of_cache = inside & (h >= H) & (h < H + 2 * KV)
     tl.store(to, first, mask=of_cache)
     tl.store(to + half, second, mask=of_cache)
@@ -442,9 +446,10 @@ def rotate_and_store(
     heads (n, H + 2 KV, d): heads of queries, of keys and of values
     cos, sin (n, d): of the angles of the tokens' positions"""
     n, count, d = heads.shape
-    kv = cached.shape[2]
-    query = heads.new_empty(n, count - 2 * kv, d)
-    of_kind, of_page, of_head, _, _ = cached.stride()
+    KV = cached.shape[2]
+    H = count - 2 * KV
+    query = heads.new_empty(n, H, d)
+    kind_stride, page_stride, head_stride, _, _ = cached.stride()
     _rotate_and_store[(n,)](
         heads,
         cos,
@@ -453,11 +458,11 @@ def rotate_and_store(
         cached,
         page,
         place,
-        of_kind,
-        of_page,
-        of_head,
-        count - 2 * kv,
-        kv,
+        kind_stride,
+        page_stride,
+        head_stride,
+        H,
+        KV,
         d // 2,
         HEADS=triton.next_power_of_2(count),
         HALF=triton.next_power_of_2(d // 2),

@@ -132,7 +132,7 @@ def policy_loss(
     Raises ValueError for another ratio."""
     log_ratio = torch.where(mask, logp - old_logp, 0)
     if ratio == "sequence":
-        log_ratio = _segment_sum(log_ratio, segment) / _segment_tokens(mask, segment)
+        log_ratio = _segment_mean(log_ratio, mask, segment)
     rho = torch.exp(log_ratio)
     inside = rho.clamp(1 - clip_low, 1 + clip_high)
     if ratio == "clipped":
@@ -191,8 +191,9 @@ def mismatch_weight(
         "geometric-…"  the geometric mean of a response's ratios, as in verl
         "…-truncate"   the ratio is clamped to [low, high]
         "…-mask"       a ratio outside [low, high] becomes 0
-        "negative-mask"  the ratio of each token; 0 where the advantage is negative and the geometric mean of
-                       the response's exp(now - engine_logp) is below low
+
+        "negative-mask" is the ratio of each token, but 0 where the advantage is negative and the geometric
+        mean of the response's exp(now - engine_logp) is below low.
     Raises KeyError for another LEVEL or ACTION.
 
     Sources: "token-truncate" with low = 0 is TIS (Yao et al. 2025, "Your Efficient RL Framework Secretly
@@ -201,23 +202,27 @@ def mismatch_weight(
     DeepSeek-V3.2 (2512.02556, sec. 3.1)."""
     level, _, action = kind.partition("-")
     log_ratio = torch.where(mask, logp - engine_logp, 0)
-    total = _segment_sum(log_ratio, segment)
     ratio = {
         "none": log_ratio,
         "negative": log_ratio,
         "token": log_ratio,
-        "sequence": total,
-        "geometric": total / _segment_tokens(mask, segment),
+        "sequence": _segment_sum(log_ratio, segment),
+        "geometric": _segment_mean(log_ratio, mask, segment),
     }[level].exp()
     clamped = ratio.clamp(low, high)
-    kept = clamped == ratio  # what "…-mask" keeps
-    if level == "negative":  # which tokens it keeps does not depend on their own ratios
+    kept = clamped == ratio  # the tokens that "…-mask" keeps
+    if kind == "negative-mask":  # keeps by the response's mean, not by the token's ratio
         gap = torch.where(mask, now - engine_logp, 0)
-        mean = _segment_sum(gap, segment) / _segment_tokens(mask, segment)
-        kept = mean.exp() >= low
+        kept = _segment_mean(gap, mask, segment).exp() >= low
         kept |= advantages >= 0
     weight = {"": ratio, "truncate": clamped, "mask": torch.where(kept, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)
+
+
+def _segment_mean(x: Tensor, mask: Tensor, segment: Tensor) -> Tensor:
+    """Returns (T,): for each token, the mean of x over its segment's tokens in `mask`. x (T,): 0 outside
+    `mask`"""
+    return _segment_sum(x, segment) / _segment_tokens(mask, segment)
 
 
 def _segment_tokens(mask: Tensor, segment: Tensor) -> Tensor:

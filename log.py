@@ -93,11 +93,11 @@ class Meter:
         sums = _over_ranks(self.sums, dist.all_sum)
         for name, i in sums:
             count = sums.get((name, 1), 1.0)  # 1.0: the metric is a sum
-            if i == 0 and count:
-                metrics[name] = sums[name, 0] / count
-            if i == 2 and count:
-                variance = sums[name, 2] / count - metrics[name] ** 2
-                self.variances[name] = max(variance, 0.0)
+            if i > 0 or count == 0:
+                continue
+            metrics[name] = mean = sums[name, 0] / count
+            if (name, 2) in sums:
+                self.variances[name] = max(sums[name, 2] / count - mean**2, 0.0)
         return metrics
 
 

@@ -174,14 +174,14 @@ class Segments:
         self.cu_seqlens = cu_seqlens
         self.longest = longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
-        # A slot is a position in the pack or, after `pad`, in the blocks. slots (S,): number, 0 to U - 1, of
-        # the computed token that each slot holds. outputs (U,): the slot from which each computed token's
-        # output is read. Both are None if slot i holds computed token i.
-        self.slots = None
-        self.outputs = None
+        # A slot is a position in the pack or, after `pad`, in the blocks. token_of_slot (S,): number, 0 to
+        # U - 1, of the computed token in each slot. slot_of_token (U,): the slot from which a computed
+        # token's output is read. Both are None if slot i holds computed token i.
+        self.token_of_slot = None
+        self.slot_of_token = None
         if unique is not None and len(unique) < len(inverse):
-            self.slots = inverse
-            self.outputs = unique
+            self.token_of_slot = inverse
+            self.slot_of_token = unique
 
     def pad(self) -> None:
         """Arranges the segments in padded blocks. A row of a block is one segment. Segments of similar length
@@ -190,13 +190,13 @@ class Segments:
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
         # size -> (start, end) of the segments whose lengths round up to 2 ** size, at least 16
         groups = defaultdict(list)
-        for start, end in pairwise(self.cu_seqlens.tolist()):
+        bounds = self.cu_seqlens.tolist()
+        for start, end in pairwise(bounds):
             length = max(16, end - start)
             size = (length - 1).bit_length()
             groups[size].append((start, end))
-        # After the loop above, `end` is the number of the pack's tokens.
-        slot_of = [0] * end  # index of a token in the pack -> its slot
-        at = []  # slot -> index of its token in the pack
+        slot_of = [0] * bounds[-1]  # index of a token in the pack -> its slot in the blocks
+        at = []  # slot in the blocks -> index of its token in the pack
         for segments in groups.values():
             columns = max(end - start for start, end in segments)
             self.blocks.append((len(segments), columns))
@@ -206,17 +206,16 @@ class Segments:
                 slot_of[start:end] = range(slot, slot + length)
                 at += range(start, end)
                 at += [start] * (columns - length)  # padding
-        # `at` and `slot_of` map between the pack's slots and the padded ones. None: the pack's slots are the
-        # computed tokens. Otherwise, compose with the maps that exist.
+        # So far, the slots are the positions in the pack. None: slot i holds computed token i.
         device = self.cu_seqlens.device
         slot_of = torch.tensor(slot_of, device=device)
         at = torch.tensor(at, device=device)
-        if self.slots is None:
-            self.slots = at
-            self.outputs = slot_of
+        if self.token_of_slot is None:
+            self.token_of_slot = at
+            self.slot_of_token = slot_of
         else:
-            self.slots = self.slots[at]
-            self.outputs = slot_of[self.outputs]
+            self.token_of_slot = self.token_of_slot[at]
+            self.slot_of_token = slot_of[self.slot_of_token]
 
     def run(self, fused: Callable, padded: Callable, *rows: Tensor) -> Tensor:
         """Returns the output (U, …) of a computation that reads whole segments. rows: tensors (U, …)
@@ -226,8 +225,8 @@ class Segments:
         is_fused = rows[0].is_cuda and rows[0].dtype != torch.float32
         if not (is_fused or self.blocks):
             self.pad()
-        if self.slots is not None:
-            rows = [TakeRows.apply(x, self.slots) for x in rows]
+        if self.token_of_slot is not None:
+            rows = [TakeRows.apply(x, self.token_of_slot) for x in rows]
         if is_fused:
             out = fused(*rows)
         else:
@@ -240,8 +239,8 @@ class Segments:
                 out = padded(*[x.unflatten(0, block) for x in of_block])
                 outs.append(out.flatten(0, 1))
             out = torch.cat(outs)
-        if self.outputs is not None:
-            out = out.index_select(0, self.outputs)
+        if self.slot_of_token is not None:
+            out = out.index_select(0, self.slot_of_token)
         return out
 
 

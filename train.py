@@ -655,19 +655,24 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
+    low, high = cfg.mismatch_bounds
     importance, cut = grpo.mismatch_weight(
-        old, p.engine_logp, p.mask, segment, cfg.mismatch, *cfg.mismatch_bounds, logp, p.advantages
+        old, p.engine_logp, p.mask, segment, cfg.mismatch, low, high, logp, p.advantages
     )
     correction = 1.0 if cfg.mismatch == "none" else importance
-    weights = p.mask / tokens  # PPO: the mean over tokens
-    ratio = "token"
-    if cfg.algo == "grpo":
-        ratio = cfg.ratio
-        sizes = (tokens, responses, cfg.max_response_len)
-        weights = grpo.token_weights(p.mask, segment, cfg.aggregation, *sizes, p.prompt_share)
-    clip = (cfg.clip_low, cfg.clip_high)
+    weights = loss_weights(p, segment, tokens, responses, cfg)
     loss, clipped = grpo.policy_loss(
-        logp, old, p.advantages, p.mask, segment, weights, ratio, *clip, correction, p.engine_logp
+        logp,
+        old,
+        p.advantages,
+        p.mask,
+        segment,
+        weights,
+        ratio=cfg.ratio if cfg.algo == "grpo" else "token",
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        correction=correction,
+        engine_logp=p.engine_logp,
     )
     sums = {  # metric -> its sum over the loss tokens
         "policy_loss": loss * tokens,
@@ -689,6 +694,16 @@ def policy_pack_loss(
     squares = importance * importance
     meter.add("mismatch/mean", importance.sum(), len(p.loss_tokens), squares.sum())
     return loss
+
+
+def loss_weights(p: Pack, segment: Tensor, tokens: float, responses: float, cfg: Config) -> Tensor:
+    """Returns (T,): the weight of each token in the policy loss. See `policy_pack_loss`"""
+    if cfg.algo == "ppo":
+        return p.mask / tokens  # the mean over tokens
+    longest = cfg.max_response_len
+    return grpo.token_weights(
+        p.mask, segment, cfg.aggregation, tokens, responses, longest, p.prompt_share
+    )
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:

@@ -491,7 +491,7 @@ class Slots:
         self.is_paged = isinstance(cache, Pages)
         self.responses: list[Response] = []  # responses[j] is in slot j
         zeros = partial(torch.zeros, device=cache.table.device)
-        # Of each slot: the next input, its position, and the position of the last input
+        # For each slot: the token to read next, its position, and the largest position that it may have
         self.inputs = zeros(count, 3, dtype=torch.int64)
         # draws[j, p]: the random number for the token after position p
         self.draws = zeros(count, cache.longest, dtype=torch.float64)
@@ -553,9 +553,9 @@ class Slots:
             non_blocking=True,
             copy=True,
         )
-        self.step.zero_()
+        self.step.zero_()  # in the GPU's order: after the copy, before the next step writes
         if not self.recent.is_cuda:
-            return copied.numpy
+            return copied.numpy  # the copy has ended
         done = torch.cuda.current_stream().record_event()
 
         def finish_copy():

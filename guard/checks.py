@@ -212,7 +212,9 @@ def check_parts(
 
 GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
 GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
-COMMON = 0.05  # a gold answer of a larger share of the problems is told
+COMMON = (
+    0.05  # a warning names the most frequent gold answer if a larger share of the problems has it
+)
 # A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
 PLACEHOLDER = re.compile(
     r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|"
@@ -230,27 +232,29 @@ def check_gold(
     world: dist.World,
     say: Say,
 ) -> None:
-    """Prints how many gold answers of a data set can't be graded. Raises UserError if their share is above
-    GOLD_LIMIT, unless --go is given. Problems that only the user's functions grade are not checked.
+    """Prints how many gold answers of a data set can't be graded, and the warnings of `odd_golds`. Each rank
+    checks a part of the problems. Raises UserError if the share is above GOLD_LIMIT, unless --go is given.
+    Problems that only the user's functions grade are not checked.
 
     name: the data set's name in the message"""
     terms = terms_of(cfg)
-    indices = []  # of the problems with a grader that compares answers
+    compared = []  # indices of the problems whose answers a grader compares
     for i, p in enumerate(problems):
         if any(term.kind for term in graders_of(p.dataset, terms)):
-            indices.append(i)
-    if len(indices) > GOLD_SAMPLE:
-        indices = random.Random(cfg.seed).sample(indices, GOLD_SAMPLE)
-    bad = dist.gather_all(ungradable(problems, indices[world.rank :: world.size], grader))
+            compared.append(i)
+    if len(compared) > GOLD_SAMPLE:
+        compared = random.Random(cfg.seed).sample(compared, GOLD_SAMPLE)
+    bad = dist.gather_all(ungradable(problems, compared[world.rank :: world.size], grader))
     shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
-    share = f"{len(bad)} of {len(indices)} gold answers can't be graded"
-    found = f"{name}: {share}: {', '.join(shown)}"
+    found = (
+        f"{name}: {len(bad)} of {len(compared)} gold answers can't be graded: {', '.join(shown)}"
+    )
     if bad:
         say(found)
     for line in odd_golds(problems):
         say(f"{name}: {line}")
     require(
-        cfg.go or len(bad) <= GOLD_LIMIT * len(indices),
+        cfg.go or len(bad) <= GOLD_LIMIT * len(compared),
         found,
         'readable answers, another --reward, "reward": "exact" in such rows, or --go',
     )

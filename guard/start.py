@@ -9,6 +9,7 @@ stop, finish  save the last checkpoint; `finish` also exports the models"""
 
 import gc
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -85,8 +86,6 @@ class Run:
     grader: Grader
     engine: Engine
     policy: Role
-    critic: Role | None
-    ref: Role | None
     start: int  # the first step to run
     lengthened: bool  # an earlier, shorter run ended before step `start`
     carried: list[Sample]  # with --carry: this rank's responses that no step has trained on yet
@@ -94,6 +93,8 @@ class Run:
     saver: ckpt.Saver
     log: Logger
     lock: FolderLock
+    critic: Role | None = None  # with PPO
+    ref: Role | None = None  # see Config.has_ref
 
 
 def prepare(cfg: Config) -> Run:
@@ -145,8 +146,7 @@ def load(
     grader, to close it if the start fails. Raises UserError as `prepare` does."""
     out = cfg.folder
     say = show if world.main else lambda text: None
-    # False: --resume names another run's checkpoint
-    in_own_folder = not resumes or path.parent.parent == out
+    own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
     cfg, saved = dist.together(with_checkpoint, cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
@@ -157,31 +157,43 @@ def load(
     engine = dist.together(make_engine, cfg.model, inputs.tokenizer, cfg, world.device, world.dtype)
     for name, problems in ({"--data": inputs.problems} | inputs.held_out).items():
         check_gold(name, problems, inputs.grader, cfg, world, say)
-    policy, critic, ref = load_models(case, world)
-    kept = [policy, critic, ref if cfg.keeps_ref else None]
-    models = {role.name: (role.model, role.optimizer) for role in kept if role}
-    carried = []
+    roles = load_models(case, world)
+    kept = [role for role in roles.values() if role.optimizer or cfg.keeps_ref]
+    models = {role.name: (role.model, role.optimizer) for role in kept}
     lines = [f"the whole plan: {out / 'plan.json'}", left_out(cfg.model)]
     if resumes:
         lines.append(ckpt.resume(path, saved, models, facts))
-        carried = ckpt.read_carried(path)[world.rank :: world.size]
     elif path:
         lines.append(ckpt.start_from(path, models, facts))
     if cfg.selfcheck and engine.needs_selfcheck:
-        lines.append(check_engine(engine, policy.model, inputs.problems, world, cfg))
+        lines.append(check_engine(engine, roles["policy"].model, inputs.problems, world, cfg))
     start = saved["step"]
-    log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, in_own_folder)
-    saver = ckpt.Saver(out, models, cfg, facts, start if in_own_folder else None, log.alarm)
+    log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
+    saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
+    tell(log, lines)
+    gc.freeze()  # otherwise every garbage collection scans the objects made so far
+    return Run(
+        cfg=cfg,
+        world=world,
+        **inputs._asdict(),
+        **roles,
+        engine=engine,
+        start=start,
+        lengthened=saved["config"]["steps"] == start < cfg.steps,
+        carried=ckpt.read_carried(path)[world.rank :: world.size] if resumes else [],
+        solved=facts["solved"],  # Saver has the same dict, and saves it
+        saver=saver,
+        log=log,
+        lock=lock,
+    )
+
+
+def tell(log: Logger, lines: Sequence[str]) -> None:
+    """Print the lines that are not empty, and the seconds that each phase of the start took."""
     for line in filter(None, lines):
         log.say(line)
     parts = [f"{name} {s:.1f}" for name, s in dist.SECONDS.items() if name.startswith("start/")]
     log.say(f"seconds of the start: {', '.join(parts)}")
-    gc.freeze()  # otherwise every garbage collection scans the objects made so far
-    lengthened = saved["config"]["steps"] == start < cfg.steps
-    # In the order of Run's fields, as `inputs`. Run and Saver share the dict of solved problems, so each
-    # checkpoint has the problems solved so far.
-    progress = (start, lengthened, carried, facts["solved"])
-    return Run(cfg, world, *inputs, engine, policy, critic, ref, *progress, saver, log, lock)
 
 
 def with_checkpoint(
@@ -299,9 +311,9 @@ def load_data(
 
 
 @dist.phase("start/models")
-def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, Role | None]:
-    """Returns the roles policy, critic (None with GRPO) and ref (None if not `cfg.has_ref`). Their models are
-    sharded. With --lora, roles that start from the policy's model share its frozen base."""
+def load_models(case: plan.Case, world: dist.World) -> dict[str, Role]:
+    """Returns a dict: name in cfg.models (policy, critic, ref) -> its Role. The models are sharded. With
+    --lora, roles that start from the policy's model share its frozen base."""
     cfg = case.cfg
     device = "cpu" if case.offloads else world.device
     roles = {}
@@ -332,7 +344,7 @@ def load_models(case: plan.Case, world: dist.World) -> tuple[Role, Role | None, 
             model.requires_grad_(False)
         else:
             roles[who].optimizer = make_optimizer(model, getattr(cfg, f"{who}_lr"), cfg)
-    return roles["policy"], roles.get("critic"), roles.get("ref")
+    return roles
 
 
 def make_optimizer(

@@ -40,8 +40,9 @@ def watch(limit: float) -> None:
 
 def look(store: td.Store, limit: float) -> None:
     """The thread of `watch`. store: shared by all ranks"""
-    told = heard = 0  # steps of this rank, and of all ranks (see dist.progress)
-    moved = time.perf_counter()
+    told = 0  # steps of this rank (see dist.progress) that `store` has
+    heard = 0  # steps of all ranks
+    moved = time.perf_counter()  # when `heard` last changed
     while time.perf_counter() - moved < limit:
         # While C code holds the GIL, or if the store's machine is lost, this thread hangs. This timer can
         # still end the process.
@@ -60,20 +61,25 @@ def look(store: td.Store, limit: float) -> None:
         if total != heard or not CURRENT.watched:
             heard = total
             moved = time.perf_counter()
-        signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
-        if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
-            print(
-                f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
-                f"{CURRENT.name} has not ended: this process ends without saving",
-                file=sys.stderr,
-            )
-            os._exit(1)
+        end_after_grace()
     print_stacks(
         f"stalled: no rank made progress for {limit:.0f} s (--stall_limit); this one was in "
         f"phase {CURRENT.name}; the stacks of this process on {os.uname().nodename}:"
     )
     time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
     os._exit(1)
+
+
+def end_after_grace() -> None:
+    """End this process if a signal came more than --grace seconds ago."""
+    signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
+    if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
+        print(
+            f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
+            f"{CURRENT.name} has not ended: this process ends without saving",
+            file=sys.stderr,
+        )
+        os._exit(1)
 
 
 def share_stop(store: td.Store) -> None:

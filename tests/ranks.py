@@ -72,7 +72,7 @@ def all_gradients(jobs) -> list[dict]:
     return [gradients(*job) for job in jobs]
 
 
-LOADED = {}  # settings of the models -> policy, critic and reference, which several jobs use
+LOADED = {}  # settings of the models -> roles (see load_models), which several jobs use
 
 
 def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tensor]:
@@ -86,11 +86,11 @@ def gradients(cfg, samples, accumulate=dist.accumulate) -> dict[str, torch.Tenso
               cfg.shard_ranks, cfg.recompute)
     if models not in LOADED:
         LOADED[models] = load_models(case_of(cfg, world), world)
-        if ref := LOADED[models][2]:
+        if ref := LOADED[models].get("ref"):
             with torch.no_grad():
                 for p in ref.model.parameters():
                     p.mul_(0.9)
-    policy, critic, ref = LOADED[models]
+    policy, critic, ref = map(LOADED[models].get, ("policy", "critic", "ref"))
     mine = [s for s in samples if s.prompt_id % world.size == world.rank]
     minibatches = train.make_packs(mine, 0, cfg, world, policy.model, Meter())
     counts = dist.gather([len(packs) for packs in minibatches])
@@ -286,7 +286,7 @@ def not_finite(cfg) -> tuple[bool, bool, str]:
     """Makes five updates, with gradients NaN, 1, infinity, NaN, NaN. Returns whether the first update left
     the weights unchanged, whether the second changed the weights, and the error message of the fifth."""
     world = dist.init("cpu", "float32")
-    policy, _, _ = load_models(case_of(cfg, world), world)
+    policy = load_models(case_of(cfg, world), world)["policy"]
     log, meter = Logger(Path(cfg.out), cfg, True, 0, {}, {}), Meter()
 
     def update(value: float) -> bool:

@@ -120,7 +120,7 @@ def test_new_adapters_change_no_bit_and_merged_weights_are_rounded_once(tiny):
 
 def roles_of(cfg):
     world = dist.init("cpu", "float32")
-    policy, critic, ref = load_models(case_of(cfg, world), world)
+    policy, critic, ref = map(load_models(case_of(cfg, world), world).get, ("policy", "critic", "ref"))
     if cfg.lora:
         fill(policy.model, 1)
         fill(critic.model, 2)
@@ -207,9 +207,9 @@ def test_other_models_have_bases_of_their_own(base, untied, tiny, tmp_path):
 def bases(cfg):
     world = dist.init("cpu", "float32")
     roles = load_models(case_of(cfg, world), world)
-    found = dict(dist.full_weights(roles[1].model))
+    found = dict(dist.full_weights(roles["critic"].model))
     assert "lm_head.weight" not in found
-    return [len({id(role.model.base) for role in roles}), found["score.weight"].tolist()]
+    return [len({id(role.model.base) for role in roles.values()}), found["score.weight"].tolist()]
 
 
 def hashed(path: str) -> tuple[str, list[str]]:

@@ -70,7 +70,7 @@ def updated(cfg) -> dict[str, int]:
     """Updates policy and critic, then saves a checkpoint. Returns this rank's bytes of weights, gradients and
     optimizer state."""
     world = dist.init("cpu", "float32")
-    policy, critic, ref = load_models(checks.case_of(cfg, world), world)
+    policy, critic, ref = map(load_models(checks.case_of(cfg, world), world).get, ("policy", "critic", "ref"))
     out = Path(cfg.out)
     out.mkdir(exist_ok=True)
     log, used = Logger(out, cfg, False, 0, {}, {}), dict(weights=0, gradients=0, AdamW=0)

@@ -42,6 +42,7 @@ from configs import (
 )
 from grading.rows import read_rows
 
+MOMENTS = 2  # numbers that AdamW keeps for each trained weight
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
@@ -345,7 +346,7 @@ class Case:
     def saved(self) -> float:
         """Bytes of a rank's part of the tensors that a checkpoint holds."""
         ref = self.shard("policy") * self.cfg.keeps_ref
-        return 3 * sum(map(self.shard, self.params)) + ref
+        return (1 + MOMENTS) * sum(map(self.shard, self.params)) + ref
 
     @property
     def ref(self) -> float:
@@ -382,12 +383,12 @@ class Case:
 
     @property
     def within(self) -> float:
-        """Bytes/s that a rank sends within its node. For `timed` cases."""
+        """Bytes/s that a rank sends to other ranks of its node. Only for cases that are `timed`."""
         return LINK * self.gpu.link
 
     @property
     def between(self) -> float:
-        """Bytes/s that a node sends to other nodes. For `timed` cases."""
+        """Bytes/s that a node sends to other nodes. Only for cases that are `timed`."""
         gigabits = self.cfg.network or self.gpu.network
         return LINK * gigabits * 1e9 / 8
 
@@ -677,7 +678,7 @@ def _update_instants(case, name, recompute):
     at_rest = _asleep(case) | {
         "weights": shard + case.base(name),
         "gradients": shard,
-        "AdamW": 2 * shard,
+        "AdamW": MOMENTS * shard,
         "allocator": _allocator_loss(case, shape, root, logits, activations),
     }
     # "whole gradients" are the gradients that FSDP has not yet reduced to shards.
@@ -1048,7 +1049,7 @@ def _moved_bytes(case, phase):
     """Returns how many bytes of a rank's weights and optimizer state move between host and device in the
     phase, if the run offloads."""
     if phase in case.models:  # moves with its optimizer's state, to the device and back
-        return case.base(phase) or 6 * case.shard(phase)
+        return case.base(phase) or 2 * (1 + MOMENTS) * case.shard(phase)
     if phase in ("sync", "old_logp"):
         return case.base("policy") or case.shard("policy")
     return case.ref if phase == "ref" else 0
@@ -1163,9 +1164,8 @@ def _changes(case):
             single.append(("tp", size))
     single += product(["max_num_seqs"], (256, 64, 16, 8))
     changes = [{}]
-    for others in ({}, free):
-        for flag, value in single:
-            changes.append(others | {flag: value})
+    changes += [{flag: value} for flag, value in single]
+    changes += [free | {flag: value} for flag, value in single]  # the first four are `free` itself
     return changes
 
 
