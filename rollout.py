@@ -412,12 +412,7 @@ def begin_and_move(trajectories: Trajectories) -> None:
 def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
     """Run rounds of sampling until enough trajectories are complete. Returns the keys of these trajectories.
     With --round_len, all ranks decide together, and the keys are of all ranks. Without it, each engine
-    decides alone, and the keys are of its own ranks. Returns None if a signal has aborted sampling.
-
-    Without --carry, all trajectories must be complete. With --carry, cfg.samples_per_step trajectories are
-    enough, but all that began --max_staleness or more steps ago must be complete."""
-    cfg = trajectories.cfg
-    step = trajectories.sampling.version
+    decides alone, and the keys are of its own ranks. Returns None if a signal has aborted sampling."""
     in_lockstep = trajectories.round_len > 0
     gather = dist.gather if in_lockstep else trajectories.engine.gather
     while True:
@@ -431,19 +426,34 @@ def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
         open_keys = gather(sorted(trajectories.open))
         finished = gather(list(trajectories.finished))
         unfinished = {i for i, _ in itertools.chain(*open_keys)}
-        ready = sorted(itertools.chain(*finished))
-        if trajectories.carries:
-            # If the samples of a prompt are compared, none of them is ready before all are complete.
-            if cfg.compares_samples:
-                ready = [k for k in ready if k[0] not in unfinished]
-            waits = any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished)
-            if len(ready) >= cfg.samples_per_step and not waits:
-                return set(ready[: cfg.samples_per_step])
-        elif not unfinished:
-            return set(ready)
+        chosen = choose(trajectories, sorted(itertools.chain(*finished)), unfinished)
+        if chosen is not None:
+            return chosen
         # Deal the unfinished trajectories anew, so that all ranks have about as many for the next round.
         if in_lockstep:
             trajectories.move(moves(open_keys))
+
+
+def choose(
+    trajectories: Trajectories, finished: list[Key], unfinished: set[int]
+) -> set[Key] | None:
+    """Returns the keys of the trajectories that this step trains on; None if too few are complete.
+
+    Without --carry, all must be complete. With --carry, cfg.samples_per_step are enough, but all that began
+    --max_staleness or more steps ago must be complete.
+
+    finished: keys of the complete trajectories. unfinished: ids of the prompts with incomplete ones"""
+    cfg = trajectories.cfg
+    if not trajectories.carries:
+        return None if unfinished else set(finished)
+    step = trajectories.sampling.version
+    if any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished):
+        return None
+    # If the samples of a prompt are compared, none of them is ready before all are complete.
+    ready = [k for k in finished if not (cfg.compares_samples and k[0] in unfinished)]
+    if len(ready) < cfg.samples_per_step:
+        return None
+    return set(ready[: cfg.samples_per_step])
 
 
 def meet(samples: Sequence[Sample], engine: Engine) -> list[Sample]:

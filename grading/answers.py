@@ -876,18 +876,7 @@ def _edges(reading):
     if kind == "named":
         return _edges(parts[1])
     if kind == "list":
-        edges = []
-        for part in sorted(parts, key=lambda part: r"\ne" in part.text):
-            found = _edges(part)
-            if not found:
-                return []
-            if edges and r"\ne" in part.text:
-                edges += found[1:-1]
-            else:
-                edges += found
-                if re.search(r"[<>]|\\[gl]e", reading.text) and ";" not in reading.text:
-                    edges = _intersection(edges)
-        return edges
+        return _edges_of_list(reading)
     if kind in ("number", "expression"):
         return [("[", [reading]), ("]", [reading])]
     if kind != "tuple" or not re.fullmatch(r"[\[(][\])]", parts[0]):
@@ -896,6 +885,27 @@ def _edges(reading):
     if len(parts[1]) != 2 or ends != sorted({*ends}):
         return []
     return [(side, [value]) for side, value in zip(*parts, strict=True)]
+
+
+def _edges_of_list(reading):
+    """See `_edges`. Returns [] if an element is no interval."""
+    # `and` and commas join inequalities to one interval, `or` does not.
+    joins = re.search(r"[<>]|\\[gl]e", reading.text) and ";" not in reading.text
+    edges = []
+    points = []  # the edges at points that are left out, as by x\ne3
+    for part in reading.parts:
+        found = _edges(part)
+        if not found:
+            return []
+        if r"\ne" in part.text:
+            points.append(found)
+            continue
+        edges += found
+        if joins:
+            edges = _intersection(edges)
+    for found in points:
+        edges += found[1:-1] if edges else found
+    return edges
 
 
 def _intersection(edges):
@@ -1513,9 +1523,12 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     if right is None:
         raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")
     try:
-        needed = _calculations(gold)
-        allowed = {"power" in needed and "product", "^" in gold and "=" in gold and "power"}
-        if left is None or tolerance is None and _calculations(answer) - needed - allowed:
+        allowed = set(_calculations(gold))
+        if "power" in allowed:
+            allowed.add("product")
+        if "^" in gold and "=" in gold:
+            allowed.add("power")
+        if left is None or tolerance is None and not _calculations(answer) <= allowed:
             return False
         numbers = [side.doit() for side in (left, right) if side.is_number]
         # `verify` may call 2*\infty equal to any number.

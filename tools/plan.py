@@ -656,11 +656,12 @@ def _update_instants(case, name, recompute):
     params = case.params[name]
     b = case.number  # bytes of a number in the compute dtype
     d = shape.hidden
-    whole = not case.cfg.lora  # all weights are trained
+    lora = case.cfg.lora > 0  # only adapters are trained
     # The root (all weights outside the layers) stays gathered until the end of the backward pass.
     root = params - shape.layers * shape.layer
     vocab = shape.vocab if name == "policy" else 0  # the critic makes no logits
-    head = whole * d * max(vocab, 1)
+    head = 0 if lora else d * max(vocab, 1)  # weights of the head that have gradients
+    layer = 0 if lora else shape.layer  # weights of a layer that have gradients
     tokens = min(case.cfg.pack_len, case.minibatch(case.cfg.model_len))  # of the largest pack
     per_token, again = _per_token(case, shape, recompute)
     activations = tokens * (per_token + 2 * b * d)
@@ -669,7 +670,7 @@ def _update_instants(case, name, recompute):
     width = 3 * shape.inner + 2 * d
     working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
-    copied = b * (whole or case.shards > 1)  # bytes of a weight's copy for computing
+    copied = 0 if lora and case.shards == 1 else b  # bytes of a weight's copy for computing
     gathered = copied * root
     if case.shards == 1:
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
@@ -694,7 +695,7 @@ def _update_instants(case, name, recompute):
     of_layer = {
         "gathered weights": gathered + copied * shape.layer,
         "activations": activations + working,
-        "whole gradients": b * head + 4 * whole * shape.layer,
+        "whole gradients": b * head + 4 * layer,
     }
     return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer)]
 
