@@ -372,6 +372,16 @@ def _watch(parent):
     _die()
 
 
+def _outcome_of(error):
+    """Returns the outcome of a request whose worker has ended with `error`, which pebble raised."""
+    status = getattr(error, "exitcode", "?")
+    # A _Worker's exitcode is text after a crash. SIGPROF: the request used more than its CPU time.
+    if isinstance(error, TimeoutError) or status == str(-signal.SIGPROF):
+        return 0.0, "timeout", None
+    message = f"the process ended with status {status} while grading ({error})"
+    return 0.0, "error", f"WorkerDied: {message}"
+
+
 def _dispatch(connection, workers, chunk, cpu, wall, has_state):
     """Receive requests, let workers carry them out, and send the outcomes.
 
@@ -400,13 +410,8 @@ def _dispatch(connection, workers, chunk, cpu, wall, has_state):
         try:
             outcomes = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
-            status = getattr(error, "exitcode", "?")
-            outcome = (0.0, "timeout", None)
-            # A _Worker's exitcode is text after a crash. SIGPROF: the request used more than its CPU time.
-            if not isinstance(error, TimeoutError) and status != str(-signal.SIGPROF):
-                message = f"the process ended with status {status} while grading ({error})"
-                outcome = (0.0, "error", f"WorkerDied: {message}")
-            outcomes = [outcome] if len(numbered) == 1 else []
+            # Of several requests, any may have ended the worker. So each of them is tried alone.
+            outcomes = [_outcome_of(error)] if len(numbered) == 1 else []
         # `outcomes` is shorter than `numbered` if the worker stopped early to share its work, or has died.
         numbers = [number for number, _ in numbered[: len(outcomes)]]
         if numbers:
