@@ -176,7 +176,7 @@ class Config:
     # fmt: off
     # --- changed in most runs
     model: str = ""  # base model: a Hugging Face folder, or an id of the Hub
-    data: tuple[str, ...] = ()  # training problems: .json, .jsonl, .parquet, or OWNER/NAME:FILE of the Hub
+    data: tuple[str, ...] = ()  # training problems: .json, .jsonl, .parquet, .arrow, or OWNER/NAME:FILE
     eval_data: tuple[str, ...] = ()  # files of held-out problems; each file is one evaluation set
     reward: tuple[str, ...] = ("math",)  # added: math, choice, exact, FILE.py:FUNCTION, …; math=2: weight 2
     steps: Amount = 0  # number of steps; 0: given by --epochs or --total_episodes

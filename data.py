@@ -604,7 +604,7 @@ def _packs_of_ranks(samples, lengths, cost, prompts, ranks, pack_len):
     # A unit is a list of samples that stay together. It has at most an eighth of a pack, because large units
     # can't be balanced.
     unit_len = min(pack_len, total // ranks) // 8
-    units = _neighbours(samples.tolist(), lengths, prompts, unit_len)
+    units = _units(samples.tolist(), lengths, prompts, unit_len)
     unit_tokens = np.array([lengths[unit].sum() for unit in units])
     unit_cost = np.array([cost[unit].sum() for unit in units])
     packs_per_rank = max(1, math.ceil(total / (pack_len * ranks)))
@@ -618,7 +618,7 @@ def _packs_of_ranks(samples, lengths, cost, prompts, ranks, pack_len):
     return [indices[rank::ranks] for rank in range(ranks)]
 
 
-def _neighbours(indices, lengths, prompts, limit):
+def _units(indices, lengths, prompts, limit):
     """Returns lists of samples that stay in one pack, so that the pack computes their prompt only once. A
     list has samples of one prompt, and at most `limit` tokens unless it is a single sample.
 

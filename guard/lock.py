@@ -12,7 +12,7 @@ from typing import Any
 from configs import explained, if_there, lock_file, read_json, require, show
 
 # Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
-PATIENCE = 120.0
+LOCK_PATIENCE = 120.0
 
 
 class FolderLock:
@@ -27,12 +27,12 @@ class FolderLock:
         self.mine = {"host": os.uname().nodename, "pid": os.getpid(), "id": secrets.token_hex(8)}
 
     def claim(self) -> None:
-        """Makes the folder and takes its lock. Waits up to PATIENCE seconds for a run on another host.
+        """Makes the folder and takes its lock. Waits up to LOCK_PATIENCE seconds for a run on another host.
         Raises UserError if another run uses the folder, and OSError if the folder can't be written to."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.owner()  # refuses a user's file of this name
         self.handle = self.file.open("a")
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + LOCK_PATIENCE
         while not lock_file(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             owner = self.owner()
             by = f"process {owner.get('pid')} on {owner.get('host')}"

@@ -117,13 +117,13 @@ def test_a_run_on_another_host_has_time_to_end(tmp_path, monkeypatch):
     file = tmp_path / "a/lock"
     sleep = time.sleep
     monkeypatch.setattr("guard.lock.time.sleep", lambda seconds: sleep(seconds / 50))
-    monkeypatch.setattr("guard.lock.PATIENCE", 0.3)
+    monkeypatch.setattr("guard.lock.LOCK_PATIENCE", 0.3)
     first, second = FolderLock(file), FolderLock(file)
     first.mine["host"] = "other"
     first.claim()
     with pytest.raises(UserError, match=f"a is in use by process {os.getpid()} on other; needed: the end"):
         second.claim()
-    monkeypatch.setattr("guard.lock.PATIENCE", 300.0)
+    monkeypatch.setattr("guard.lock.LOCK_PATIENCE", 300.0)
     threading.Timer(0.5, first.release).start()
     second.claim()
     assert first.owner() == second.mine != first.mine

@@ -316,7 +316,7 @@ TEX |= {sign: f"\\{sign}" for sign in "_%#&${}"}
 
 
 def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
-    """Write the rows of `table` (six cells each) as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
+    """Write the rows of `table` as LaTeX (.tex) or as CSV. Raises OSError if this fails."""
     if to.suffix == ".csv":
         with to.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file).writerows(rows)
@@ -326,7 +326,8 @@ def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
         cells = [" ".join(cell.split()).translate(str.maketrans(TEX)) for cell in row]
         body += " & ".join(cells) + " \\\\\n"
     body = re.sub("-(?=-)", "-{}", body)  # "--" would be a dash
-    text = f"\\begin{{tabular}}{{lrrrrr}}\n{body}\\end{{tabular}}\n"
+    columns = "l" + "r" * (len(rows[0]) - 1)
+    text = f"\\begin{{tabular}}{{{columns}}}\n{body}\\end{{tabular}}\n"
     to.write_text(text, encoding="utf-8")
 
 
