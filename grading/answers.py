@@ -39,8 +39,16 @@ What counts as equal:
   equals neither `y=5` nor `x-5=0`. If the gold answer is an equation with an operation on its left, such as
   `x+y=5`, the answer must be an equation too. `x=2, y=3` equals `(2,3)`.
 - `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
-- A condition such as `k\in\mathbb{Z}` is ignored. If both texts have one, its letter may differ:
-  `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`.
+- A condition such as `k\in\mathbb{Z}` is ignored, unless both texts have one and the sets differ. If the gold
+  answer has one, its letter may differ: `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`, and `f(x)=kx`
+  equals `f(x)=cx for any constant c`. Also the constants of an equation: `y=Ae^x` equals `y=Ce^x`.
+- `\frac\pi4+\frac{k\pi}2` equals `\frac{(2k+1)\pi}4`: the same values for all integers k. `7k+3` and
+  `-4 \pmod 7` equal `3 \pmod 7`.
+- `60^\circ` equals `\frac\pi3`. `22^\circ30'` equals `22.5^\circ`.
+- Antiderivatives may differ by a number: `-\frac12\cos^2x+C` equals `\frac12\sin^2x+C`. Formulas with
+  \lfloor \rfloor of an integer n are equal if they are for n = 1 to 60 and for three larger n.
+- `(1,2,3) and its permutations` is the list of all six tuples.
+- A reason after the answer is ignored: `5, since x>0`. `Bob wins` equals `Bob`.
 - A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
 - In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
 - After `\approx`, an answer that is no integer may add one number that is right within one percent:
@@ -53,7 +61,7 @@ import unicodedata
 from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, permutations, repeat
+from itertools import permutations, repeat
 from typing import NamedTuple
 
 from configs import require
@@ -82,7 +90,7 @@ STYLED = {
     "[“”\u00ad\u200b-\u200f\u2060\ufe0f\ufeff]": "",  # invisible
 }
 CHARACTERS = _table(
-    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ’ ' ′ ' ″ '' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
+    r"− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ″ '' ⟨ ( ⟩ ) 、 , 。 . ∪ \cup ∩ \cap",
     r"∞ \infty ± \pm ≤ \le ≥ \ge ⩽ \le ⩾ \ge ≠ \ne ∈ \in ∅ \emptyset ° ^\circ",
     r"π \pi θ \theta α \alpha β \beta γ \gamma δ \delta λ \lambda μ \mu ρ \rho",
     r"σ \sigma φ \phi ω \omega ∶ : ∠ \angle △ \triangle ⌊ \lfloor ⌋ \rfloor",
@@ -181,7 +189,8 @@ def _plain(text):
         for pattern, new in STYLED.items():
             text = re.sub(pattern, new, text)
         text = unicodedata.normalize("NFKC", text)
-        text = re.sub("[^\\W\\D]", lambda digit: str(int(digit[0])), text)  # of any script
+        text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
+        text = re.sub(r"(?<![\d√])(\d{1,9})⁄(\d{1,9})", r"\\frac{\1}{\2}", text)  # x² + ½x
     return text.translate(CHARACTERS)
 
 
@@ -347,8 +356,6 @@ TIDY = {
     # Words that say nothing; the others mean "choose" and "answer"
     '(?i)"(?:such|therefore|thus|hence|so|共有?|故选|选[项择]?|答案[是为]?|ответ)",?': "",
     r"^\s+|\s+$": "",
-    r"(?<![\d√])(\d{1,9})⁄(\d{1,9})": r"\\frac{\1}{\2}",  # x² + ½x
-    "⁄": "/",
     r"\\(?:left|right|middle|[bB]igg?[lr]?)(?![a-z])\.? ?": "",
     r"(?<!\\)\$([^$]*)(?<!\\)\$|\\[()]": r" \1 ",
     # (1) x=2 (2) y=3
@@ -415,7 +422,7 @@ TIDY = {
     r'(?i)^"(no|нет)"[,.] ?"(?![^"]*\b(?:but|only|if|yes|unless)\b)[^"]*"$': r'"\1"',
     r'(?i)^"(?:true|да|是|对|正确)"\.?$': '"yes"',
     r'(?i)^"(?:false|нет|否|错|错误)"\.?$': '"no"',
-    r'"?(?:[Tt]he )?\\?\b(max|min)(?:imum)?(?: value)?(?: is)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
+    r'(?:"(?:[Tt]he )?|\\)?\b(max|min)(?:imum)?(?: value)?(?: is)?"? ?[=:]? ?(?=-?(?:\d|\\[fsp]))': r'"\1"=',
     r"(?<![\d.])(-?\d{1,9}),(-?\d{1,9}),\\ldots ?,(-?\d{1,9})(?![\d.])": _progression,
     r"\\angle (?=[A-Z]=)": "",
     r"\|([A-Z]{2})\|(?==)": r"\1",
@@ -1147,19 +1154,23 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     a, b = (read(normalise(text)) for text in (answer, gold))
     if chosen and b.parts == letter and letter in answer:  # `(A) 15` equals A
         return True
-    ours, theirs = map(_domains, (answer, gold))
-    if ours and theirs and ours.isdisjoint(theirs):
-        return False
-    # x=\frac\pi4+\pi n: many gold answers do not say that n is an integer
-    is_family = r"\pi" in b.text and ours | theirs == {"Z"} and (theirs or b.text.startswith("x="))
-    texts = chain([a.text], _renamed(answer, gold, a.text, b.text))
     try:
-        equal = any(_same(read(text), b, prove) for text in texts)
-        if equal or not is_family:
+        equal = _same(a, b, prove)
+        if a.kind == b.kind == "number":
             return equal
-        return None if prove is _undecided else _same_family(a, b)
+        ours, theirs = map(_domains, (answer, gold))
+        if ours and theirs and ours.isdisjoint(theirs):  # n\in\mathbb{N} and n\in\mathbb{Z}
+            return False
+        renamed = () if equal else _renamed(answer, gold, a.text, b.text)
+        if equal or any(_same(read(text), b, prove) for text in renamed):
+            return True
+        # x=\frac\pi4+\pi n: many gold answers do not say that n is an integer
+        is_family = r"\pi" in b.text and ours | theirs == {"Z"}
+        if is_family and (theirs or b.text.startswith("x=")):
+            return None if prove is _undecided else _same_family(a, b)
     except Undecided:
         return None
+    return False
 
 
 # The values that a parameter may have: all integers, some integers, or real numbers
@@ -1170,6 +1181,9 @@ DOMAINS = {
     r"|[a-z] ?= ?[01], ?\d.*dots|(?:\\ge|>) ?[01]\b",
     "R": rf"{IN}[RC]|\breals?\b",
 }
+MARKED = re.compile(
+    r"in|[∈>≥≡]|mod|\\ge|dots|\.\.|real|natural|tive"
+)  # only such texts name a domain
 # Letters of parameters: the n of `2\pi n, n\in\mathbb{Z}`, of `2n for any integer n`, of `2n, where n is an
 # integer`, and of `(n,2n) (n\ge1)`
 LETTERS_OF = r"(?<![\w\\^*/+-])([a-zA-CK](?:(?:,| and ) *[a-zA-CK](?![a-z])){0,3})"
@@ -1277,6 +1291,8 @@ def _family(text):
 
 def _domains(text):
     """Returns the keys of DOMAINS whose patterns match an answer."""
+    if not MARKED.search(text):
+        return set()
     plain = re.sub(r"\\geq?(?:slant)?(?![a-z])", r"\\ge", _plain(text))
     return {name for name, pattern in DOMAINS.items() if re.search(pattern, plain)}
 
@@ -1284,12 +1300,12 @@ def _domains(text):
 def _renamed(answer, gold, a, b):
     """Yields the normalised answer `a` with other letters, those of the normalised gold answer `b`: for the
     arguments of a function, and for one or two parameters (see PARAMETERS), in both orders."""
-    arguments = []
+    if _variables(a) == _variables(b):
+        return
     new = {}
     ours, theirs = map(ARGUMENTS.search, (a, b))
     if ours and theirs:
-        arguments = [match[1].split(",") for match in (ours, theirs)]
-        new = dict(zip(*arguments, strict=False))
+        new = dict(zip(ours[1].split(","), theirs[1].split(","), strict=False))
     # the letters in the values, without the names before `=`
     names = r'"[^"]*"|(?:^|(?<=[,;]))(?:[a-zA-Z]+(?:\^\{-1\})?)?(?:\([^()]*\))?='
     ours, theirs = (_variables(re.sub(names, "", text)) - {"e", "i"} for text in (a, b))

@@ -415,6 +415,66 @@ AB=5 ~ |AB|=5 ~~ |AB|=6
 \begin{cases}x+1&x>0\\1-x&x\le0\end{cases} ~~ \begin{cases}1-x&x>0\\x+1&x\le0\end{cases} ~ x+1 ~ x+1,1-x
 \begin{cases}x+1&x>0\\1-x&x\le0\end{cases} ~~ \begin{cases}x+1&x>0\end{cases}
 """)
+# Parameters, families of values, words around answers
+FAMILIES_OF_ANSWERS = lines(r"""
+f(x)=cx \text{ for any constant } c ~ f(x)=kx, k\in\mathbb{R} ~ f(t)=at,\ a\in\mathbb{R} ~ f(x)=kx ~~ f(x)=c
+f(x)=cx \text{ for any constant } c ~~ f(x)=x ~ f(x)=cx^2 ~ f(x)=xc+1 ~ f(t)=ct^2
+f(x)=ax+b \text{ with arbitrary reals } a \text{ and } b ~ f(x)=mx+c,\ m,c\in\mathbb{R} ~~ f(x)=mx ~ f(x)=ax+a
+f(x,y)=xy^2 ~ f(a,b)=ab^2 ~~ f(a,b)=ba^3 ~ f(a,b)=a^2b ~ f(x)=xy^2
+f(x)=x^2 ~ f(t)=t^2 ~~ f(t)=xt ~ f(x)=t^2 ~ f(x)=c^2 \text{ for any constant } c ~ f
+(t^2,t),\ t\in\mathbb{N} ~ (k^2,k) \text{ for any natural number } k ~ (k^2,k),k\in\mathbb{N}
+(t^2,t),\ t\in\mathbb{N} ~~ (k,k^2),\ k\in\mathbb{N} ~ (k^2,k),\ k\in\mathbb{Z}
+n(n+1) ~~ k(k+1),\ k\in\mathbb{Z} ~ n(n-1),\ n\in\mathbb{Z}
+2n+1,\ n\in\mathbb{Z} ~ 2k+1, k\in\mathbb{Z} ~~ 2k+1,\ k\in\mathbb{N}
+2n+1,\ n\in\mathbb{Z} ~~ 2n-1 \text{ for all positive integers } n ~ 2i+1
+y=Ce^{2x} ~ y=Ae^{2x} ~ y=Ke^{2x} ~~ y=e^{2x} ~ y=Ce^{x} ~ y=xe^{2x}
+y=C_1e^x+C_2e^{-x} ~ y=Ae^x+Be^{-x} ~ y=c_1e^x+c_2e^{-x} ~~ y=Ae^x+Ae^{-x} ~ y=Ae^x
+A=2B ~~ A=2C ~ B=2A
+x=\frac c2 ~~ x=\frac k2
+x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~ x=\frac{(2n+1)\pi}{4},\ n\in\mathbb{Z}
+x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~ x=-\frac{\pi}{4}+\frac{n\pi}{2}, n\in\mathbb{Z}
+x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~~ x=\frac{\pi}{4}+k\pi, k\in\mathbb{Z}
+x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~~ x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{N}
+x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~~ x=\frac{\pi}{4} ~ y=\frac{(2n+1)\pi}{4},\ n\in\mathbb{Z}
+x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{6}+2n\pi or x=\frac{5\pi}{6}+2n\pi, n\in\mathbb{Z}
+x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\frac{\pi}{6}+2n\pi, n\in\mathbb{Z}
+x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\arcsin\frac12+2n\pi, x=\frac{5\pi}{6}+2n\pi, n\in\mathbb{Z}
+k\pi,\ k\in\mathbb{Z} ~ n\pi, n\in\mathbb{Z} ~~ -\pi,0,\pi ~ 2k\pi,\ k\in\mathbb{Z} ~ k^3\pi,\ k\in\mathbb{Z}
+x=\frac{\pi}{4}+\pi n ~ x=\frac{5\pi}{4}+\pi k,\ k\in\mathbb{Z} ~~ x=\frac{5\pi}{4}+2\pi k,\ k\in\mathbb{Z}
+x\equiv 3\pmod 7 ~ x\equiv -4\pmod{7} ~ x=7k+3, k\in\mathbb{Z} ~ x=7k-4 ~ x=3+7k ~~ x\equiv 4\pmod 7
+x\equiv 3\pmod 7 ~~ x\equiv 3\pmod 8 ~ x=7k+4 ~ x=3k+7 ~ 7k+3, k\in\mathbb{N}
+n\equiv 1,5\pmod 6 ~ n\equiv\pm1\pmod 6 ~ n=6k+1 \text{ or } n=6k+5 ~~ n\equiv 1\pmod 6 ~ n\equiv 1,4\pmod 6
+60^\circ ~ \frac{\pi}{3} ~ 60 ~~ \frac{\pi}{6} ~ \frac{\pi}{3}^\circ ~ \pi
+22.5^\circ ~ 22^\circ 30' ~ 22°30′0″ ~~ 22^\circ 3' ~ 30^\circ 22'
+\frac{\sin^2x}{2}+C ~ -\frac{\cos^2x}{2}+C ~~ \frac{\cos^2x}{2}+C ~ \frac{\sin^2x}{2}
+\left\lfloor\frac n2\right\rfloor+1 ~ \left\lceil\frac{n+1}{2}\right\rceil ~~ \left\lceil\frac n2\right\rceil
+\left\lfloor\frac n2\right\rfloor+1 ~~ \lfloor\frac{n}{2}+2\rfloor ~ \lfloor\frac x2\rfloor+1
+\lfloor\frac{n}{1000}\rfloor ~~ \lfloor\frac{n}{100}\rfloor
+(1,2,3) \text{ and its permutations} ~ (1,2,3),(1,3,2),(2,1,3),(2,3,1),(3,1,2),(3,2,1)
+(1,2,3) \text{ and its permutations} ~ \text{permutations of } (3,2,1) ~~ (1,2,3)
+(1,2,3) \text{ and its permutations} ~~ (1,2,3) \text{ and its cyclic permutations}
+(1,2,3) \text{ and its permutations} ~~ (1,2,3),\text{ but not its permutations}
+(0,0,1) \text{ and cyclic permutations} ~ (1,0,0),(0,1,0),(0,0,1) ~~ (0,0,1)
+7 ~ 7, since x>0 ~ 7, attained at x=1 ~ 7 \text{ because } x>0 ~~ 8, since 7 is too small ~ 5, since 7
+7 ~~ 5; or 7, since 7
+7 ~ 7, \text{ attained when } a=b ~~ 5, since 5; or 6, since 6; or 7 ~ 7, because n=7, and 8, because n=8
+7 ~~ \text{for example } 5
+\text{Bob} ~ Bob wins ~ \text{Bob has a winning strategy} ~ \text{Bob can always win} ~~ Alice wins
+\text{Bob} ~~ \text{Bob loses}
+\text{no such } n ~ \text{There is no such } n ~ \text{no solution} ~ \emptyset
+\text{no such } n ~ \text{No such integer exists} ~~ no ~ No idea ~ no more than 5 ~ \text{no maximum} ~ 0
+\text{Yes} ~ True ~ Yes, such a set exists ~ да ~~ No ~ yes, but only if n>1 ~ False ~ Yes, not always
+\infty ~ \text{infinitely many} ~ \text{infinitely many solutions} ~~ -\infty ~ \text{finitely many}
+x\ne2 ~ \text{all real numbers except } 2 ~ \mathbb{R}\setminus\{2\} ~~ \text{all real numbers}
+x\ne2 ~~ \text{all real numbers except } 3
+x^2+\frac12x ~ x²+½x ~~ x²+2x
+\frac{\sqrt3}{2} ~ √3⁄2 ~~ √(3⁄2)
+12 ~ १२ ~ 12. ~~ २१
+0.000012 ~ 0.000\,012 ~ 0.0000120 ~~ 0.000\,12
+-\ln2 ~ \ln\frac12 ~~ \ln2 ~ \ln\frac24
+\frac{2^n+(-1)^{n+1}}{3} ~ \frac{2^n-(-1)^n}{3} ~~ \frac{2^n+(-1)^n}{3}
+\text{ellipse} ~ An ellipse ~ \text{the ellipse} ~~ \text{no ellipse}
+""")
 # Notations of other scripts and of programmers
 REACH = lines(r"""
 5 ~ 5元 ~ 5\text{元} ~ 5 元 ~ x=5元 ~ 5 долларов ~ 5个 ~~ 5万 ~ 5倍 ~ 5万元 ~ 5 тысяч ~ 5 тысяч рублей ~ -5元
@@ -518,7 +578,7 @@ A ~ A: the first ~~ A: BC
 """)
 
 
-@pytest.mark.parametrize("line", REWRITES + GOLDS + REACH, ids=lambda line: line[0][0])
+@pytest.mark.parametrize("line", REWRITES + GOLDS + REACH + FAMILIES_OF_ANSWERS, ids=lambda line: line[0][0])
 def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
     right, wrong = line
     assert [answer for answer in right if not grade(answer, right[0])] == []
