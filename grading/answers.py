@@ -1680,16 +1680,20 @@ def _has_product(node):
     two factors."""
     from sympy import I
 
-    sides = _factors(node)
-    imaginary, below = (sum(factor.has(I) for factor in side) for side in sides)
-    if imaginary > 1 or below:
-        return True
-    top, bottom = (
-        [f for f in side if f.is_rational and abs(f) != 1 or f.is_number and f.has(I) and f != I]
-        for side in sides
-    )
-    if len(top) > 1 or len(bottom) > 1 or top and bottom and (top[0] / bottom[0]).is_integer:
-        return True
-    tops, bottoms = ([f.as_base_exp() for f in side if not f.is_rational] for side in sides)
-    bases = [base for base, exponent in tops + bottoms if exponent != 1 or bottoms]
-    return len({*bases}) < len(bases)
+    above, below = _factors(node)
+    imaginary = sum(f.has(I) for f in above) > 1 or any(f.has(I) for f in below)
+    top, bottom = map(_numbers, (above, below))
+    several = len(top) > 1 or len(bottom) > 1
+    cancels = bool(top and bottom) and (top[0] / bottom[0]).is_integer
+    divides = any(not f.is_rational for f in below)
+    powers = [f.as_base_exp() for f in above + below if not f.is_rational]
+    bases = [base for base, exponent in powers if exponent != 1 or divides]
+    return imaginary or several or cancels or len({*bases}) < len(bases)
+
+
+def _numbers(factors):
+    """Returns the rational factors except 1 and -1, and the complex ones except i."""
+    from sympy import I
+
+    rational = [f for f in factors if f.is_rational and abs(f) != 1]
+    return rational + [f for f in factors if f.is_number and f.has(I) and f != I]
