@@ -612,22 +612,23 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved = read_state(path)
-    filled = []
-    read = {}
-    for name, fact in facts["read"].items():
-        if name.startswith(("policy's", "critic's", "lora")):
-            read[name] = fact
     before = saved["config"]
     flags = f"its --lora and --model {before['model']}"
     if before["critic_model"]:
         flags += f" --critic_model {before['critic_model']}"
-    own = facts["config"]["critic_model"]
+    given = facts["config"]["critic_model"]
     require(
-        "critic" not in saved["models"] or own in ("", before["critic_model"]),
+        "critic" not in saved["models"] or given in ("", before["critic_model"]),
         f"{path} has a critic, and --critic_model names another",
         flags,
     )
+    # Only the models must be the same. Data and rewards may differ.
+    read = {}
+    for name, fact in facts["read"].items():
+        if name.startswith(("policy's", "critic's", "lora")):
+            read[name] = fact
     check_unchanged(path, saved, read, f"{flags}, or --model with its export")
+    filled = []
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
         if source in saved["models"]:

@@ -295,13 +295,14 @@ class Config:
         """Raises UserError for a value out of its range and for values that can't work together."""
         for name, allowed in ranges().items():
             value = getattr(self, name)
-            for x in value if isinstance(value, tuple) else [value]:
+            values = value if isinstance(value, tuple) else [value]
+            for x in values:
                 ok = x in (None, "auto") or allowed.has(x)
                 require(ok, f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
         require(
-            not {"", r"\n"} & {*self.stop},
+            {"", r"\n"}.isdisjoint(self.stop),
             r"--stop has an empty text, or a backslash and an n",
             r"texts that a response may end with; in bash, $'\n' is a line break",
         )
@@ -552,11 +553,11 @@ class Config:
         if warmup < 1:
             warmup = round(warmup * total)
         if done < warmup:
-            # At most `base`: a fraction of the updates, such as 1.5, ends between two of them.
+            # min: with 1.5 updates of warm-up, the second update would get 2 / 1.5 of `base`
             return base * min(1, (done + 1) / warmup)
         if self.lr_decay == "constant":
             return base
-        # As torch's LinearLR and CosineAnnealingLR: `lr_end` would be the rate of the update after the last.
+        # As in torch's LinearLR and CosineAnnealingLR, the rate reaches `lr_end` one update after the last.
         progress = min(1.0, (done - warmup) / max(total - warmup, 1))
         if self.lr_decay == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2

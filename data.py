@@ -476,6 +476,7 @@ def batch_at(
         epoch, at = divmod(number, len(problems))
         problem = problems[_order(len(problems), cfg.seed, epoch)[at]]
         if solved.get(problem.index, math.inf) <= step:
+            # %: with --carry, step 0 begins more prompts than `others` has
             problem = others[place % len(others)]
         batch.append(problem)
     return batch

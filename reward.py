@@ -70,7 +70,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     require(
         len(names) == len(terms),
         f"--reward {' '.join(reward)} has two terms with the same name",
-        "one of the comparisons, one function for a data set, and functions with other names",
+        "one of math, choice and exact, one function for each data set, and functions with different names",
     )
     return sorted(terms, key=lambda t: not t.is_grader)
 

@@ -683,8 +683,8 @@ def make_engine(
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
-    """Raises UserError for --tp or Qwen3.5 without vLLM, or if the model in `path` does not support
-    cfg.engine_len tokens (prompt plus response)."""
+    """Raises UserError for --tp without vLLM, for Qwen3.5 without vLLM or in fp32 on a CPU, or if the model
+    in `path` does not support cfg.engine_len tokens (prompt plus response)."""
     kind = cfg.engine_kind(device.type == "cuda")
     require(
         kind == "vllm" or cfg.tp == 1,
@@ -692,9 +692,9 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
         "--engine vllm, or --tp 1",
     )
     config = load_config(path)
-    exact = device.type == "cpu" and cfg.dtype != "bfloat16"
+    cpu_fp32 = device.type == "cpu" and cfg.dtype != "bfloat16"
     require(
-        config.model_type != "qwen3_5_text" or (kind == "vllm" and not exact),
+        config.model_type != "qwen3_5_text" or (kind == "vllm" and not cpu_fp32),
         f"--engine {kind} can't decode {path}, a model with recurrent states",
         "--engine vllm, on a CPU with --dtype bfloat16, which vllm's kernels take",
     )

@@ -166,7 +166,7 @@ def train(run: Run) -> bool:
             learn(run, step, minibatches, meter)
         if cfg.refreshes_ref:
             refresh_ref(run, step)
-        run.carried = carried
+        run.carried = carried  # only now: a stop before saves what the previous step carried
         if end_of_step(run, step, metrics, meter, start):
             stop(run, step + 1)
             return False

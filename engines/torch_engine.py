@@ -216,15 +216,18 @@ class Pages(Cache):
 
 
 class Rows(Cache):
-    """A cache whose pages are rows: one holds a whole response. Slots share a row as long as their tokens are
-    equal, and the model computes it once. All prompts end at the same column, so a decoding step writes one
-    column. Example: slots 0 and 1 have the prompt `p q`, slot 2 has `r`:
+    """A cache whose pages are rows. A row holds a whole response. Slots share a row as long as their tokens
+    are equal. The model computes a shared row once. All prompts end at the same column, so a decoding step
+    writes one column. Example: slots 0 and 1 have the prompt `p q`, slot 2 has `r`:
 
         step   sampled tokens       rows of the cache (| separates rows)   rows of the slots (`table`)
         0      -                    p q | r                                0 0 1
         1      0: a   1: a   2: x   p q a | r x                            0 0 1
         2      0: b   1: c   2: y   p q a b | r x y | p q a c              0 2 1
-        3      0: EOS 1: d   2: z   p q a c d | r x y z                    0 1     (one slot is gone)"""
+        3      0: EOS 1: d   2: z   p q a c d | r x y z                    0 1     (one slot is gone)
+
+    In step 2, slots 0 and 1 sample different tokens, so slot 1 gets row 2, a copy of row 0. In step 3, slot 0
+    ends, so row 2 moves to the free place 0."""
 
     def __init__(self, config: Any, *sizes: Any) -> None:
         """config, sizes: see Cache"""
@@ -254,8 +257,10 @@ class Rows(Cache):
         """Does nothing: `split` drops a row that no slot has."""
 
     def begin(self, slots: int, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a decoding step. Returns the slot that the model computes for each row, and the row of each
-        slot. position (slots,): positions of the new tokens."""
+        """Begin a decoding step. Returns two tensors of indices. The first has one slot for each row: of the
+        slots that share a row, the model computes only this one. The second has the row of each slot.
+
+        position (slots,): positions of the new tokens"""
         row = self.table[:slots, 0]
         slot = row.new_empty(self.rows)
         slot.index_copy_(0, row, self.numbers[:slots])
@@ -519,9 +524,10 @@ class Slots:
         draws = np.zeros((count, self.cache.longest))
         table = np.zeros((count, width))
         for j, r in enumerate(new):
-            end = r.prefix_len + r.limit
-            inputs[j] = r.prompt[-1], r.prefix_len, end - 1
-            draws[j, r.prefix_len : end] = uniforms((*seed, *r.key), r.limit)
+            position = r.prefix_len  # of the first input, the last token of the prompt
+            end = position + r.limit
+            inputs[j] = r.prompt[-1], position, end - 1
+            draws[j, position:end] = uniforms((*seed, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
         for state, values in (
             (self.inputs, inputs),
@@ -546,14 +552,14 @@ class Slots:
             state[n:] = 0
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
-        """Begin to copy the tokens and log-probs of the first slots since the last look to the host.
-        Returns a function that waits for the copy and returns it: (slots, 2, steps)."""
+        """Begin to copy to the host what the first slots have sampled since the last look. Returns a function
+        that waits for the end of the copy, and returns the array (slots, 2, steps): tokens and log-probs."""
         copied = self.recent[:slots].to(
             "cpu",
             non_blocking=True,
             copy=True,
         )
-        self.step.zero_()  # in the GPU's order: after the copy, before the next step writes
+        self.step.zero_()  # the GPU does this after the copy, and before the next step writes
         if not self.recent.is_cuda:
             return copied.numpy  # the copy has ended
         done = torch.cuda.current_stream().record_event()

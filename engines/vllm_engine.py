@@ -221,8 +221,8 @@ def _import_vllm():
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
-    # vLLM's start compiles the kernels that these parameters need. Its default needs all kernels of sampling,
-    # which takes 30 CPU seconds.
+    # When vLLM starts, it compiles the sampling kernels for the parameters that this function returns. vLLM's
+    # own function asks for all kernels, which takes 30 CPU seconds.
     SamplingParams.for_sampler_warmup = partial(SamplingParams, temperature=0.7, seed=0, logprobs=0)
     return LLM
 

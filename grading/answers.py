@@ -469,7 +469,8 @@ TIDY = {
     r'(?<=[^,;( ])[,;(]? ?"(?:since|because|equality|(?:which is )?(?:attained|achieved|reached))\b'
     r"(?!.*\b(?:answer|but)\b)[^,;]*$": "",
     r'^"(?i:all|any|every)(?: positive)?(?: integers?| numbers?)?"? ?[a-z]? ?"? ?of the form" ?': "",
-    r"(?<=\\equiv )([^,;\\]+)[,;]([^,;\\]+)(?=(\\pmod ?\{?\d+\}?))": r"\1\3,\2",  # 1,5 \pmod 6
+    # 1,5 \pmod 6
+    r"(^|\\equiv )([^,;\\]+)[,;]([^,;\\(]+)(\(?\\pmod ?\{?\d+\}?\)?)$": r"\1\2\4,\3\4",
     rf'{BEFORE}{NAMES_OF}(?: ?"?(?:{IS}|{SOME}|[a-z])(?:[ "]|$))+\)?$': "",  # k is an integer
     rf'(?<=[^,;( ])[,;(]? ?"{FOR}" ?{NAMES_OF}\)?(?=$|[,;])': "",  # for all x
     # 5 when x=2, but not x^2 when x=2
@@ -485,7 +486,8 @@ TIDY = {
     r'|^"(?:all )?permutations of" ?((?:\([^()]*,[^()]*\)[,;]?){1,20})$': _permuted,
     rf'^"{CONTRARY}[^\W\d]+(?: [^\W\d]+)*"(?=\(.+,.+\)$)': "",  # center (5,-3)
     r'^"(?i:(?:the )?(?:set|line|curve|equation))" ?(?=\\\{|.*=)': "",
-    r"^(.*[tux].*)\+[cK]$": r"\1+C",  # constant of integration
+    # the constant of integration, unless the answer has another c
+    r"^(?!.*(?<![a-z\\])c(?!os|sc|ot|$))(.*[tux].*)\+[cK]$": r"\1+C",
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
     r'(?<=.) ?"only"\.?$': "",
@@ -573,9 +575,8 @@ def _is_word(match):
 
 class Number(NamedTuple):
     value: Fraction
-    places: (
-        int | None
-    )  # number of digits after the decimal point; None for an exact number such as 5 or 1/3
+    # number of digits after the decimal point; None for an exact number such as 5 or 1/3
+    places: int | None
 
 
 class Reading(NamedTuple):
@@ -685,9 +686,8 @@ ENDS = (
 NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
 QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
 ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
-INDEX = re.compile(
-    r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"
-)  # the _{1} of a_{1}, the (A) of P(A)
+# The _{1} of a_{1}, the (A) of P(A)
+INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")
 # Group 1 is a variable of a formula, with index and argument: x, a_{1}, f(1), AB, \alpha
 VARIABLE = re.compile(
     r"\\(?!(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z]))[A-Za-z]+"
@@ -814,7 +814,7 @@ def _read_equation(text, inner):
     if _is_name(name):
         return "named", (name, inner(right))
     # The value of 2+3=5 is the last part, 5. The value of \frac56\approx0.83 is the last part before \approx.
-    exact = [*found, r"\approx"].index(r"\approx")
+    exact = found.index(r"\approx") if r"\approx" in found else len(found)
     bare = re.sub(r' ?"[^"]*"(\^\{\d\})?', "", text)  # without units
     if set(SYMBOL.findall(bare)) <= VALUES:
         value = inner(parts[exact])
@@ -922,6 +922,7 @@ def _edges_of_list(reading):
         edges += found
         if joins:
             edges = _intersection(edges)
+    # x\ne3 has the edges (-oo 3) (3 oo). Beside other intervals, only 3) and (3 count.
     for found in points:
         edges += found[1:-1] if edges else found
     return edges
@@ -990,11 +991,12 @@ def _read_text(text, inner):
     inside = inner(match[1])
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
     unknown = names - ALIASES.keys()
-    free = unknown < names or any(map(noun.fullmatch, names))
+    known = unknown < names  # at least one of the words is a known unit
+    is_unit = known or any(map(noun.fullmatch, names))
     # `"square meters"` and `"m"^{2}` have the same unit: ("m", "2").
     unit = PLURAL.sub("", " ".join(found)).split()
     unit = tuple(ALIASES.get(word, word) for word in unit)
-    return "quantity", (inside, unit, free and all(map(str.isascii, unknown)))
+    return "quantity", (inside, unit, is_unit and all(map(str.isascii, unknown)))
 
 
 def _read_scalar(text, inner):
@@ -1027,8 +1029,8 @@ def _number(text):
     if match := DECIMAL.fullmatch(text):
         sign, whole, places, repeated, power = match.groups("")
         power = int(power or 0)
-        value = Fraction(f"{sign}0{whole}.{places}0e{power}")
-        if repeated:
+        value = Fraction(f"{sign}0{whole}.{places}0e{power}")  # 0: `whole` or `places` may be empty
+        if repeated:  # the 6 of 0.1\overline{6}, in the value 6/9 of the last place
             end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
         return Number(value, max(len(places) - power, 0) if places else None)
@@ -1037,10 +1039,11 @@ def _number(text):
         return None
     sign, mixed, *digits, percent = match.groups()
     top, bottom = map(int, digits)
-    if bottom == 0 or (not 0 < top < bottom if mixed else top % bottom == 0):
+    if bottom == 0 or mixed and not 0 < top < bottom:  # 1 3/2 is no mixed number
         return None
     value = Fraction(top, bottom)
-    if ":" in text and value.denominator < bottom:  # may be a time: 2:30 is not 1:15
+    # 84/2 is a calculation. 2:30 may be a time, so it is not 1:15.
+    if value.denominator == 1 or ":" in text and value.denominator < bottom:
         return None
     value = (int(mixed or 0) + value) * int(sign + "1")
     return Number(value / 100 if percent else value, None)
@@ -1064,9 +1067,8 @@ def _number(text):
 #       pattern                   not equal \frac{\sqrt3}{2}, and \ln12-\ln4 does not equal \ln3. Roots may
 #                                 be the value of a trigonometric function in the gold answer
 #
-# The last two patterns of OPERATIONS (roots and logarithms) have a looser rule if the gold answer has a
-# variable (also e or i): one match in the gold answer allows any number of matches in the answer. A pattern
-# that ends with .* counts several operations as one.
+# If the gold answer has a variable (also e or i), one match of a pattern in it allows any number of matches
+# in the answer. A pattern that ends with .* counts several operations as one.
 OPERATIONS = list(
     map(
         re.compile,
@@ -1173,17 +1175,15 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     return False
 
 
-# The values that a parameter may have: all integers, some integers, or real numbers
+# The values that a parameter may have: all integers or some integers
 IN = r"\\in ?\{?(?:\\(?:math(?:bb|bf|rm)|Bbb) ?\{?)?"
 DOMAINS = {
-    "Z": rf"{IN}Z(?!\w|\}}*[\^_+*>])|(?<!tive )\bintegers?\b|\\[pb]?mod|≡",
+    "Z": rf"{IN}Z(?!\w|\}}*[\^_+*>])|(?<!tive )\bintegers?\b",
     "N": rf"{IN}(?:N|Z\}}*[\^_+*>])|\b(?:positive|natural|non-?negative)\b"
-    r"|[a-z] ?= ?[01], ?\d.*dots|(?:\\ge|>) ?[01]\b",
-    "R": rf"{IN}[RC]|\breals?\b",
+    r"|[a-z] ?= ?[01], ?\d.*(?:dots|\.\.)|(?:\\ge|>) ?[01]\b",
 }
-MARKED = re.compile(
-    r"in|[∈>≥≡]|mod|\\ge|dots|\.\.|real|natural|tive"
-)  # only such texts name a domain
+# Only a text with one of these names a domain.
+MARKED = re.compile(r"in|[∈>≥]|\\ge|dots|\.\.|real|natural|tive")
 # Letters of parameters: the n of `2\pi n, n\in\mathbb{Z}`, of `2n for any integer n`, of `2n, where n is an
 # integer`, and of `(n,2n) (n\ge1)`
 LETTERS_OF = r"(?<![\w\\^*/+-])([a-zA-CK](?:(?:,| and ) *[a-zA-CK](?![a-z])){0,3})"
@@ -1199,9 +1199,8 @@ ARGUMENTS = re.compile(r"^[A-Za-z](?:\^\{-1\})?\(([a-z](?:,[a-z])*)\)=")
 CONSTANTS = set("ABCKck")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
-SIDE = re.compile(
-    r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])"
-)  # between sides; also the number of (1) x=2
+# What stands between the sides of a formula; also the number of (1) x=2
+SIDE = re.compile(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])")
 ORDERED = re.compile(
     r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
     r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b"
@@ -1254,25 +1253,23 @@ def _bag(text):
 def _same_family(answer, gold):
     r"""Returns whether two Readings have the same values for all integers k: \frac\pi4+\frac{k\pi}2 and
     \frac{(2k+1)\pi}4. Each of their elements must grow steadily with k. Compares the values near 0."""
-    name, ours = _parts(answer, "named", (None, answer))
-    needed, theirs = _parts(gold, "named", (None, gold))
-    if name and needed and name != needed:
+    name, answer = _parts(answer, "named", (None, answer))
+    needed, gold = _parts(gold, "named", (None, gold))
+    ours, theirs = ([r.text for r in _parts(side, "list", [side])] for side in (answer, gold))
+    families, others = (list(map(_family, texts[:9])) for texts in (ours, theirs))
+    if name and needed and name != needed or not all(families + others):
         return False
-    near = []
-    for reading in (theirs, ours):
-        values = [_family(part.text) for part in _parts(reading, "list", [reading])[:9]]
-        if not all(values):
-            return False
-        if not near:
-            limit = 8 * max(abs(family[2] - family[0]) for family in values)
-        near.append({round(x, 6) for family in values for x in family if abs(x) < limit})
-    if any(op.search(ours.text) and not op.search(theirs.text) for op in OPERATIONS):
+    # An unfinished calculation is wrong here, too.
+    if any(op.search(answer.text) and not op.search(gold.text) for op in OPERATIONS):
         return False
-    allowed, undone = (
-        set().union(*(_calculations(part.text) for part in _parts(reading, "list", [reading])))
-        for reading in (theirs, ours)
-    )
-    return near[0] == near[1] != set() and undone <= allowed
+    undone, allowed = (set().union(*map(_calculations, texts)) for texts in (ours, theirs))
+    limit = 8 * max(abs(values[2] - values[0]) for values in others)
+    return undone <= allowed and _near(families, limit) == _near(others, limit)
+
+
+def _near(families, limit):
+    """Returns the values of all families between -limit and limit, rounded."""
+    return {round(x, 6) for values in families for x in values if abs(x) < limit}
 
 
 def _family(text):
@@ -1298,27 +1295,30 @@ def _domains(text):
 
 
 def _renamed(answer, gold, a, b):
-    """Yields the normalised answer `a` with other letters, those of the normalised gold answer `b`: for the
-    arguments of a function, and for one or two parameters (see PARAMETERS), in both orders."""
+    """Yields copies of the normalised answer `a` with letters of the normalised gold answer `b`. Replaced are
+    the arguments of a function, and one or two parameters (see PARAMETERS), in every order."""
     if _variables(a) == _variables(b):
         return
-    new = {}
+    new = {}  # a letter of the answer -> a letter of the gold answer
     ours, theirs = map(ARGUMENTS.search, (a, b))
     if ours and theirs:
         new = dict(zip(ours[1].split(","), theirs[1].split(","), strict=False))
-    # the letters in the values, without the names before `=`
+    # the letters in the values: without words, and without the names before `=`
     names = r'"[^"]*"|(?:^|(?<=[,;]))(?:[a-zA-Z]+(?:\^\{-1\})?)?(?:\([^()]*\))?='
     ours, theirs = (_variables(re.sub(names, "", text)) - {"e", "i"} for text in (a, b))
-    extra = ours - theirs - new.keys()
-    missing = theirs - ours - set(new.values())
     if set(new.values()) & ours - new.keys():  # f(t)=xt is not f(x)=x^2
         return
-    declared, needed = map(_parameters, (answer, gold))
-    has_constants = re.match(r"[a-z](?:\([a-z]\))?=.*[xt]", b) and missing <= CONSTANTS
-    known = missing <= needed and (extra <= declared or not declared and not extra & set("txyz"))
+    extra = ours - theirs - new.keys()  # letters that only the answer has
+    missing = theirs - ours - set(new.values())  # letters that only the gold answer has
     if len(extra) != len(missing) or len(extra) > 2 or not (extra or new):
         return
-    if extra and not (known or has_constants and extra <= CONSTANTS | declared):
+    declared, needed = map(_parameters, (answer, gold))
+    # An answer that declares no parameter may use any letters but x, y, z and t.
+    allowed = declared or extra - set("txyz")
+    are_parameters = missing <= needed and extra <= allowed
+    is_equation = re.search(r"^[a-z](?:\([a-z]\))?=.*[xt]", b)
+    are_constants = is_equation and missing <= CONSTANTS and extra <= CONSTANTS | declared
+    if extra and not (are_parameters or are_constants):
         return
     for letters in permutations(missing):
         every = new | dict(zip(extra, letters, strict=True))
@@ -1420,20 +1420,20 @@ def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     name, a = _parts(answer, "named", (None, answer))
     gold_name, b = _parts(gold, "named", (None, gold))
+    bare, gold_bare = (INDEX.sub("", n or "") for n in (name, gold_name))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
-    names_differ = (
-        name
-        and gold_name
-        and name not in (gold_name, INDEX.sub("", gold_name))
-        and INDEX.sub("", name) != gold_name
-        and {name, gold_name} != {"y", "f(x)"}
+    names_agree = (
+        None in (name, gold_name)
+        or name in (gold_name, gold_bare)
+        or bare == gold_name
+        or {name, gold_name} == {"y", "f(x)"}
     )
     kinds = {a.kind, b.kind}
     if "intervals" in kinds:
         if len(kinds) == 1 and name and gold_name and name != gold_name:  # b>a equals a<b
             return prove(answer.text, gold.text)
         return _same(a, b, prove)
-    if names_differ and not kinds <= {"number", "expression", "text"}:
+    if not names_agree and not kinds <= {"number", "expression", "text"}:
         return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
@@ -1441,7 +1441,7 @@ def _same_named(answer, gold, prove):
         return _same_expression(answer, gold, prove)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
-    if names_differ or "equation" in kinds:
+    if not names_agree or "equation" in kinds:
         letters = _variables(b.text) - {"e", "i"}
         is_curve = bool(letters) and (letters | {gold_name}) <= set("Ctxyz")
         return (not gold_name or is_curve) and _same_expression(answer, gold, prove)
@@ -1469,8 +1469,8 @@ def _same_chain(answer, gold, prove):
 
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
-    unit's words must look like a unit (`free`): `5 cm` equals 5, but `5 nearly` differs from 5."""
-    a, unit, free = _parts(answer, "quantity", (answer, None, True))
+    unit's words must look like a unit (`is_unit`): `5 cm` equals 5, but `5 nearly` differs from 5."""
+    a, unit, is_unit = _parts(answer, "quantity", (answer, None, True))
     b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
@@ -1478,7 +1478,7 @@ def _same_quantity(answer, gold, prove):
         a, unit = _in_radians(a), None
     if needed == ("degree",) and not unit and r"\pi" in a.text:
         b = _in_radians(b)
-    if unit and (unit != needed if needed else not free):
+    if unit and (unit != needed if needed else not is_unit):
         return False
     return _same(a, b, prove)
 
@@ -1603,7 +1603,11 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
             if a.is_Rational and b.is_Rational and (b.is_integer or not decimal):
                 return a == b
             # maxn: largest number of digits to which sympy computes if a and b are nearly equal
-            limit = (tolerance or 1e-6) if decimal else 1e-12 if "." in answer else 1e-300
+            limit = 1e-300  # sympy computes up to 500 digits
+            if decimal:
+                limit = tolerance or 1e-6
+            elif "." in answer:
+                limit = 1e-12
             return bool(abs((a - b).evalf(maxn=500)) <= limit * abs(b.evalf()))
         if isinstance(left, Eq) and isinstance(right, Eq):
             a, b = (numer(together(e.lhs - e.rhs)) for e in (left, right))
@@ -1616,10 +1620,13 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
                 return False  # 2^{2^n} would be too large
             places = [*range(1, 61), 1001, 10007, 1000003]
             return all((left - right).subs(*letters, n).doit() == 0 for n in places)
-        if answer.endswith("+C") and gold.endswith("+C") and len(names - {"C"}) == 1:
+        if answer.endswith("+C") and gold.endswith("+C") and len(names) == 2:
             # Antiderivatives may differ by a number.
             (x,) = (letter for letter in letters if letter.name != "C")
-            if verify(right.diff(x), left.diff(x), timeout_seconds=None, raise_on_error=True):
+            explicit = (left - right).is_number  # x+2+C does not equal x+C
+            if not explicit and verify(
+                right.diff(x), left.diff(x), timeout_seconds=None, raise_on_error=True
+            ):
                 return True
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right

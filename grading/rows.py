@@ -59,7 +59,8 @@ OF_QUESTION = re.compile(
     r"table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
     r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
 )
-# Fields that no prompt needs, such as question_type: one of these words between underscores.
+# Fields that no prompt needs, such as question_type: one of these words is a part of the name. Underscores
+# divide a name into parts.
 QUIET = re.compile(
     r"^(choices|options|messages)$|(^|_)sources?$|"
     r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
@@ -195,8 +196,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _unused(fields, problem, turns, where):
-    """Returns (name, hash of the value) for each field of the row, or of a turn, with a text that is not in
-    the prompt, without those with a name of QUIET. Raises UserError if such a field has a name of
+    """Returns (name, hash of the value) for each field of the row, or of a turn, with a text that no prompt
+    shows. Fields with a name of QUIET are left out. Raises UserError if such a field has a name of
     OF_QUESTION.
 
     problem: the value of the problem's field"""
@@ -210,7 +211,8 @@ def _unused(fields, problem, turns, where):
         is_quiet = QUIET.search(name.casefold()) and not of_question
         if value is problem or is_quiet:
             continue
-        # Once, but not before the loop: most rows have no such field, and their prompts may be long.
+        # Join the prompt's texts only when a field needs them: most rows have no such field, and prompts may
+        # be long.
         shown = shown or "".join(_texts([content for _, content in turns]))
         if all(text in shown for text in _texts(value)):
             continue

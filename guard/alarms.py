@@ -76,8 +76,8 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
         last = [row[name] for row in history[-MEAN_STEPS:] if name in row]
         now[name] = sum(last) / len(last)  # not fmean, which raises ValueError for inf - inf
     now["constant_terms"] = constant_terms(history, cfg)
-    named = (fnmatch.filter(row, cfg.keep_best) for row in history)
-    now["known_best"] = cfg.keep_best in ("", "auto") or any(named)
+    best = cfg.keep_best
+    now["known_best"] = best in ("", "auto") or any(fnmatch.filter(row, best) for row in history)
     active = {}
     for name, (condition, text) in ALARMS.items():
         solved = now["reward"] >= SOLVED and name in UNSOLVED

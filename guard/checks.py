@@ -168,23 +168,24 @@ def check_space(folder: Path, needed: float) -> None:
 
 
 def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
-    """Raises UserError unless --critic_model and --ref_model have all tokens of --model, with equal ids, an
-    embedding that is not smaller, because the policy may also sample ids without a token, and enough
-    positions."""
+    """Raises UserError if --critic_model or --ref_model does not fit --model. It must have all tokens of
+    --model, with equal ids, and enough positions. Its embedding must not be smaller, because the policy may
+    also sample ids without a token."""
     known = load_config(cfg.model).vocab_size
     ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
     for flag in ("critic_model", "ref_model"):
         path = getattr(cfg, flag)
+        if not path:
+            continue
         require(
-            not path
-            or ours.items() <= load_tokenizer(path).get_vocab().items()
+            ours.items() <= load_tokenizer(path).get_vocab().items()
             and known <= load_config(path).vocab_size,
             f"--{flag} {path} has another vocabulary than --model {cfg.model}, "
             "or a smaller embedding",
             f"a --{flag} with the policy's tokenizer",
         )
         require(
-            not path or cfg.model_len <= max_positions(load_config(path)),
+            cfg.model_len <= max_positions(load_config(path)),
             f"--{flag} {path} has fewer positions than the {cfg.model_len:,} tokens of a sample",
             f"a smaller --max_response_len, or another --{flag}",
         )

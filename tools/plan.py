@@ -643,8 +643,8 @@ def _allocator_loss(case, shape, root, logits, kept):
     of_root = 0 if case.cfg.lora else 4 * root / case.shards
     if case.shards == 1:
         return pieces + max(of_root, logits / 2)
-    # Inputs (a rank's shard) and outputs (the whole weights) of two all-gathers, the root's and one layer's.
-    # Only FSDP's CUDA stream can reuse this memory.
+    # This counts the inputs (a rank's shard) and the outputs (the whole weights) of two all-gathers: the
+    # root's and one layer's. Only FSDP's CUDA stream can reuse this memory.
     whole = case.number * (root + shape.layer)
     return pieces + of_root + logits + whole + whole / case.shards
 
