@@ -262,7 +262,7 @@ SPELLINGS = _table(
     r"\widehat \overarc \wideparen \overarc",
 )
 TOKENS = (
-    r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}|\\!\s*",
+    r"\\(?:begin|end)\{\w+\*?\}|\\mathbb\s*\{\w\}",
     r"\\(?:text(?:bf|rm|it)?|mbox|math(?:rm|sf)(?!\{[eid]\})|operatorname)\s*"
     r"\{(?P<text>[^{}]*(?:(?:\^|\\text)\{[^{}]*\}[^{}]*)?)\}",
     r"\\\\|\{:\}|<[=>]|>=|=[<>]|(?<![\d)])!=|\*\*|\.\.\.|\\?%|\\[,;:! ]",
@@ -406,11 +406,10 @@ TIDY = {
     r"(\\m(?:ax|in))\\\{([^{}]*)\\\}": r"\1(\2)",
     r'(?i)^"?(?:DNE|(?:the limit )?does(?: not|n.t) exist)"?$': '"does not exist"',
     # No such n exists
-    r'(?i)^"(?:there (?:is|are|exists?) |(?:the )?(?:equation|system) has )?no\b(?!"?$)'
+    r'(?i)^"(?:none"|无解"|(?:there (?:is|are|exists?) |(?:the )?(?:equation|system) has )?no\b(?!"?$)'
     r"(?: real| positive| such)*"
     r'(?: (?:solution|root|integer|number|value|function|pair|prime)s?)?"?(?: ?[a-z]\b ?"?)?'
-    r'(?: ?exists?)?"?\W*$': EMPTY,
-    r'(?i)^"(?:none|无解)"$': EMPTY,
+    r'(?: ?exists?)?"?)\W*$': EMPTY,
     r'(?i)^"(?:there are )?(?:infinitely many|an infinite number of|infinite)(?: [a-z]+)?"$': r"\\infty ",
     r"(?i) (?:(?:(?:can|will) )?(?:always )?(?:wins?(?: the game)?|force a win)"
     r'|has (?:(?:a|the) )?winning strategy|is the winner)"$': '"',
@@ -492,7 +491,6 @@ TIDY = {
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
     r'(?<=.) ?"only"\.?$': "",
     r'(?<=\w) only"\.?$': '"',
-    r'"平方(\w+)"': r'"\1"^{2}',
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)")\.? ?'
     r"(-?\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
@@ -500,7 +498,7 @@ TIDY = {
     r"\b[Pp]er ": "/",
     "mph": "mi/h",
     r'([A-Za-z]+)"\^\{-(\d)\}': r'/\1 \2"',  # s^{-2}
-    r"[Ss]q(?:uare)? (\w+)": r"\1 2",
+    r"(?:[Ss]q(?:uare)? |平方)(\w+)": r"\1 2",
     r"[Cc]ubic (\w+)": r"\1 3",
     r"(?<![\\\w}^\])])\{([^{}]*)\}": r"\1",
     r"(?<=\d)\{([a-z])\}": r"\1",  # 2{x}
