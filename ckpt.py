@@ -327,9 +327,9 @@ class Saver:
 
     def _publish(self, step, temp, every):
         """Publishes the checkpoint in the folder `temp`. Returns "", or a line that says why it was not
-        saved.
+        saved. Only rank 0 calls it.
 
-        every: from each rank, the result of _attempt(self._write, …)"""
+        every: from each rank, (error, files), the result of _attempt(self._write, …)"""
         error = max(error for error, _ in every)  # "" only if no rank has an error
         if not error:
             files = {}
@@ -438,17 +438,17 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     metrics.jsonl before the last change of the evaluation sets do not count. With equal values, the later
     step is best.
 
-    The row of step N has the evaluation of the weights after N steps, as checkpoint N. It is written one step
-    later than the checkpoint, so the newest checkpoint is not known yet.
+    Row N of metrics.jsonl and checkpoint N belong to the same weights: those after N steps. The row is
+    written one step later than the checkpoint. So the newest checkpoint may have no row yet.
 
     metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
     pattern = "eval/*/avg@*" if metric == "auto" else metric
     scores = {}
-    names = []
+    names = []  # metrics of the newest evaluation
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
         found = fnmatch.filter(row, pattern)
-        if found and found != names:
+        if found and found != names:  # the evaluation sets have changed
             names = found
             scores.clear()
         if found and folder in folders:
@@ -768,7 +768,7 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": os.path.abspath(source),
-        "r": model.base.rank,  # of the adapters; `freeze` has set it
+        "r": model.base.rank,  # `freeze` stored the adapters' rank and alpha in the base
         "lora_alpha": model.base.alpha,
         "target_modules": sorted({name.rpartition("/")[2] for name in model.adapters}),
     }

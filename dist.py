@@ -280,8 +280,9 @@ def shard(
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32. A frozen base
-    (--lora) has weights in `dtype` already."""
+    """Make a model on one rank compute in `dtype`. Its weights and their gradients stay fp32. In each forward
+    pass, a decoder layer casts its own weights, and `model` casts all others (see `forward_in`). A frozen
+    base (--lora) has weights in `dtype` already."""
     if dtype == next(model.parameters()).dtype:
         return
     layers = model.model.layers
@@ -290,7 +291,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         places = []
         for module in group.modules():
             if group is model and module in in_layers:
-                continue  # the layer casts it
+                continue  # the forward pass of its layer casts the module's weights
             for name, weight in module._parameters.items():
                 if weight is not None and name not in FP32:
                     places.append((module, name))

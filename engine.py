@@ -332,8 +332,9 @@ def first_stop(
     stop string farther on lies entirely in `after`, so the engine itself has stopped at it."""
     if not stop:
         return 0
-    # A stop string has at most as many tokens as bytes. If `ids` begins in the middle of a character, its
-    # text begins with a wrong character. With 8 extra tokens, this character lies before any stop string.
+    # A stop string has at most as many tokens as UTF-8 bytes, so this many tokens of `before` are enough.
+    # They may begin in the middle of a character, and then their text begins with wrong characters. The 8
+    # extra tokens keep wrong characters out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     ids = np.asarray(before[-window:], int).tolist()
     for count, token in enumerate(after[:window], 1):

@@ -211,10 +211,10 @@ def mismatch_weight(
     }[level].exp()
     clamped = ratio.clamp(low, high)
     kept = clamped == ratio  # the tokens that "…-mask" keeps
-    if kind == "negative-mask":  # keeps by the response's mean, not by the token's ratio
+    if kind == "negative-mask":  # the response's mean decides, not the token's ratio
         gap = torch.where(mask, now - engine_logp, 0)
         kept = _segment_mean(gap, mask, segment).exp() >= low
-        kept |= advantages >= 0
+        kept |= advantages >= 0  # only tokens with a negative advantage can be masked
     weight = {"": ratio, "truncate": clamped, "mask": torch.where(kept, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)
 

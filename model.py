@@ -1154,20 +1154,20 @@ def on_meta(kind: type, path: str) -> PackModel:
 
 
 def _load(kind, path, device, shard_fn, seed=0):
-    """Returns a Policy or Critic with the folder's weights. `load_critic` says which weights a head gets that
-    the folder lacks. Raises UserError as `on_meta` does."""
+    """Returns a Policy or Critic with the folder's weights. If the folder has no critic head, the head is
+    random (see `load_critic`). Raises UserError as `on_meta` does."""
     model = shard_fn(on_meta(kind, path))
     model.allocate(device)
     state = dict(model.named_parameters())
     if kind is Critic and "score.weight" not in model.names:
-        head = state.pop("score.weight")
+        head = state.pop("score.weight")  # no file has it
         random = torch.Generator().manual_seed(seed)
         drawn = torch.randn(head.shape, generator=random)
         drawn /= model.config.hidden_size + 1
-        part = dist.local(head.detach())  # the only row, or, on most ranks, no row
+        part = dist.local(head.detach())  # this rank's shard: the head's only row, or no row
         part.copy_(drawn[: len(part)])
-    of_files = {model.names[name]: p for name, p in state.items()}
-    dist.load_files(of_files, path)
+    in_files = {model.names[name]: p for name, p in state.items()}  # name in the files -> parameter
+    dist.load_files(in_files, path)
     dist.together(check_finite, model.named_parameters(), path)
     return model
 

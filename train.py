@@ -429,8 +429,9 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
 
 
 def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
-    """Returns (P, n): the sum over the terms of --reward of weight × the term's own group_mean_std advantage
-    (GDPO, arXiv 2601.05242). The caller divides by `grpo.batch_std`."""
+    """Returns the advantages (P, n) of P groups of n samples (GDPO, arXiv 2601.05242). Each term of --reward
+    gets a group_mean_std advantage of its own. The result is their sum, weighted by the terms' weights. The
+    caller divides it by `grpo.batch_std`."""
     total = 0
     for term in terms_of(cfg):
         values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
@@ -659,6 +660,7 @@ def policy_pack_loss(
     importance, cut = grpo.mismatch_weight(
         old, p.engine_logp, p.mask, segment, cfg.mismatch, low, high, logp, p.advantages
     )
+    # With --mismatch none, the importance weights are only logged.
     correction = 1.0 if cfg.mismatch == "none" else importance
     weights = loss_weights(p, segment, tokens, responses, cfg)
     loss, clipped = grpo.policy_loss(
@@ -674,7 +676,7 @@ def policy_pack_loss(
         correction=correction,
         engine_logp=p.engine_logp,
     )
-    sums = {  # metric -> its sum over the loss tokens
+    sums = {  # metric -> its sum over the loss tokens, which the meter divides by their number
         "policy_loss": loss * tokens,
         "clip_share": clipped,
         "entropy": entropy.sum(),

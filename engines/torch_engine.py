@@ -197,6 +197,7 @@ class Pages(Cache):
     ) -> Tensor:
         """Returns the attention output (R, H, d) for one new token of each of R responses, whose keys and
         values `write` has stored. query: (R, H, d)."""
+        # each (pages, tokens of a page, Hkv, d), as the kernel needs
         keys, values = self.layers[layer].transpose(2, 3)
         slots = len(query)
         return self.kernel(
@@ -257,18 +258,20 @@ class Rows(Cache):
         """Does nothing: `split` drops a row that no slot has."""
 
     def begin(self, slots: int, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a decoding step. Returns two tensors of indices. The first has one slot for each row: of the
-        slots that share a row, the model computes only this one. The second has the row of each slot.
+        """Begin a decoding step. Returns two tensors of indices:
+
+        slot (rows,): one slot for each row. The model computes only these slots
+        row (slots,): the row of each slot. Slots that share a row get the same output
 
         position (slots,): positions of the new tokens"""
         row = self.table[:slots, 0]
         slot = row.new_empty(self.rows)
-        slot.index_copy_(0, row, self.numbers[:slots])
+        slot.index_copy_(0, row, self.numbers[:slots])  # of several slots with one row, any will do
         self.at = (slice(self.rows), self.column)
         first = self.column - position[slot]  # the column of a row's first token
         self.column += 1
-        masked = self.numbers[: self.column] < first[:, None]
-        self.masked = masked[:, None, None]
+        masked = self.numbers[: self.column] < first[:, None]  # (rows, columns): before the prompt
+        self.masked = masked[:, None, None]  # the same for all heads
         return slot, row
 
     def read(self, layer, query, scaling, window=None):
@@ -289,10 +292,10 @@ class Rows(Cache):
         return out.flatten(1, 2)
 
     def split(self, token: Tensor, ended: bool) -> None:
-        """If slots that share a row have sampled different tokens, give each token a copy of the row. Drop
-        the rows that no slot uses.
+        """If slots that share a row have sampled different tokens, give each different token a row of its
+        own, with the same contents. Drop the rows that no slot uses.
 
-        token (slots,): the last sampled tokens. ended: whether responses have ended"""
+        token (slots,): the last sampled tokens. ended: whether a response has ended since the last call"""
         slots = len(token)
         if not ended and self.rows == slots:
             return
@@ -395,7 +398,8 @@ class FusedDecoder:
                 layer.mlp.gate_up = join(layer.mlp, "gate_proj", "up_proj")
 
     def prepare(self, positions: int) -> None:
-        """Compute the rotary angles of the first `positions` positions. Policy.hidden computes its own."""
+        """Compute the rotary angles of the positions 0 to positions - 1, for fused decoding steps.
+        Policy.hidden does not need this call: it computes the angles itself."""
         if not self.fused:
             return
         like = self.policy.lm_head.weight
@@ -552,8 +556,9 @@ class Slots:
             state[n:] = 0
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
-        """Begin to copy to the host what the first slots have sampled since the last look. Returns a function
-        that waits for the end of the copy, and returns the array (slots, 2, steps): tokens and log-probs."""
+        """Begin to copy the tokens and log-probs of the first slots to the host, those of the decoding steps
+        since the previous copy. Returns a function that waits until the copy is complete, and returns the
+        array (slots, 2, steps): tokens and log-probs."""
         copied = self.recent[:slots].to(
             "cpu",
             non_blocking=True,

@@ -133,13 +133,13 @@ def extract_answer(text: str) -> str | None:
 
 def _boxes(text):
     r"""Returns all balanced \boxed{}, sorted by start: (start, end, content)."""
-    found, opened = [], []
+    found, opened = [], []  # opened: matches of { and \boxed{ that are not closed yet
     for brace in BRACE.finditer(text):
         if brace[1]:
             opened.append(brace)
         elif brace[2] and opened:
-            first = opened.pop()
-            if first[1] != "{":
+            first = opened.pop()  # the match that this } closes
+            if first[1] != "{":  # \boxed{
                 content = text[first.end() : brace.start()].strip()
                 found.append((first.start(), brace.end(), content))
     return sorted(found)
@@ -1472,13 +1472,13 @@ def _same_quantity(answer, gold, prove):
     b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
         return needed == ("choice", a.parts.lower())
+    # If one side is in degrees and the other has π and no unit, the degrees become radians.
     if unit == ("degree",) and not needed and r"\pi" in b.text:
         a, unit = _in_radians(a), None
     if needed == ("degree",) and not unit and r"\pi" in a.text:
         b = _in_radians(b)
-    if unit and (unit != needed if needed else not is_unit):
-        return False
-    return _same(a, b, prove)
+    agrees = unit == needed if needed else is_unit
+    return (not unit or agrees) and _same(a, b, prove)
 
 
 def _in_radians(reading):
@@ -1578,7 +1578,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
         1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
-    from sympy import Eq, Pow, cancel, ceiling, floor, nan, numer, together
+    from sympy import Eq, cancel, ceiling, floor, nan, numer, together
 
     right, left = _parse(gold), _parse(answer)
     if right is None:
@@ -1614,18 +1614,13 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         letters = left.free_symbols | right.free_symbols
         names = {letter.name for letter in letters}
         if right.has(floor, ceiling) and len(names) == 1 and names < set("nmkN"):
-            if any(power.exp.free_symbols for power in (left - right).atoms(Pow)):
-                return False  # 2^{2^n} would be too large
-            places = [*range(1, 61), 1001, 10007, 1000003]
-            return all((left - right).subs(*letters, n).doit() == 0 for n in places)
+            return _is_zero(left - right, *letters)
+        # Antiderivatives may differ by a number. But x+2+C does not equal x+C.
         if answer.endswith("+C") and gold.endswith("+C") and len(names) == 2:
-            # Antiderivatives may differ by a number.
-            (x,) = (letter for letter in letters if letter.name != "C")
-            explicit = (left - right).is_number  # x+2+C does not equal x+C
-            if not explicit and verify(
-                right.diff(x), left.diff(x), timeout_seconds=None, raise_on_error=True
-            ):
-                return True
+            if (left - right).is_number:
+                return left - right == 0
+            x = next(letter for letter in letters if letter.name != "C")
+            left, right = left.diff(x), right.diff(x)
         if right.is_Symbol:  # verify ignores case: A_n would equal a_n
             return left == right
         return verify(right, left, timeout_seconds=None, raise_on_error=True)
@@ -1634,16 +1629,27 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         return False
 
 
+def _is_zero(difference, n):
+    """Returns whether an expression is 0 for the integers n = 1 to 60 and three larger ones."""
+    from sympy import Pow
+
+    if any(power.exp.free_symbols for power in difference.atoms(Pow)):
+        return False  # 2^{2^n} would be too large
+    places = [*range(1, 61), 1001, 10007, 1000003]
+    return all(difference.subs(n, place).doit() == 0 for place in places)
+
+
 @lru_cache(4096)
 def _calculations(text):
     """Returns the set of calculations that the text leaves undone: some of "sum", "product" and "power"."""
     from sympy import Add, Expr, flatten
 
+    # The parser computes these calculations, so the tree lacks them. `_number` reads a plain fraction.
     found = {"product" for match in RATIO.finditer(text) if not _number(match[0])}
     for node in _parse(text).find(Expr):
         if node.is_Add:
-            # The value of a sum has fewer terms: 2x+3x and 5x-(2x-1).
-            terms = [Add.make_args(term.doit()) for term in flatten([node], cls=Add)]
+            # The value of an undone sum has fewer terms than its summands together: 2x+3x, 5x-(2x-1).
+            terms = [Add.make_args(summand.doit()) for summand in flatten([node], cls=Add)]
             if len(Add.make_args(node.doit())) < sum(map(len, terms)):
                 found.add("sum")
         elif node.args:

@@ -182,7 +182,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         answer = _letter_of(gold, choices, fields, where)
     else:
         answer = gold_answer(fields, kind, where)
-        # The number may be the index of a choice. Then the choice's text would count as wrong.
+        # A number may be the index of the right choice. Then a response with this choice's text would count
+        # as wrong. So only a number that is a choice itself is allowed.
         require(
             not choices or not _is_number(gold) or answer in choices.values(),
             f"{where} has the answer {answer}, which is none of its choices",

@@ -79,9 +79,9 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
     best = cfg.keep_best
     now["known_best"] = best in ("", "auto") or any(fnmatch.filter(row, best) for row in history)
     active = {}
+    inactive = UNSOLVED if now["reward"] >= SOLVED else ()
     for name, (condition, text) in ALARMS.items():
-        solved = now["reward"] >= SOLVED and name in UNSOLVED
-        if condition(now, cfg) and not solved:
+        if condition(now, cfg) and name not in inactive:
             active[name] = text.format(now=now, cfg=cfg)
     return active
 

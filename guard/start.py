@@ -202,18 +202,23 @@ def with_checkpoint(
     path: Path | None,
     resumes: bool,
 ) -> tuple[Config, Facts]:
-    """Returns the config of a run that reads the checkpoint `path`, and its state.json, or NEW if
-    the run does not resume. path, resumes: the results of `checkpoint_of`"""
+    """Returns a pair:
+    1. the run's config, with the values that the checkpoint decides
+    2. the content of the checkpoint's state.json; NEW if the run does not resume
+
+    path, resumes: the results of `checkpoint_of`"""
     if not resumes:
         return replace(cfg, start_from=str(path or "")), NEW
     saved = ckpt.read_state(path)
     begun = saved["config"]["start_from"]
+    # --start_from may name the same run again, or a run whose checkpoint no longer exists (None).
     if cfg.start_from and ckpt.run_of(cfg.start_from) not in (None, Path(begun).parent.parent):
         raise UserError(
             f"{path} began from {begun or '--model'}, not from {cfg.start_from}; "
             "needed: another --out, or the same command without --start_from"
         )
     cfg = replace(cfg, start_from=begun, resume="auto")
+    # --engine auto means the engine that the run had before.
     if cfg.engine == "auto" and cfg.tp == 1 and world.device.type == "cuda":
         before = saved["config"]["engine"]  # "auto" in old checkpoints, when it was vllm
         cfg = replace(cfg, engine="vllm" if before == "auto" else before)

@@ -40,12 +40,12 @@ def watch(limit: float) -> None:
 
 def look(store: td.Store, limit: float) -> None:
     """The thread of `watch`. store: shared by all ranks"""
-    told = 0  # steps of this rank (see dist.progress) that `store` has
-    heard = 0  # steps of all ranks
+    told = 0  # steps of this rank (calls of dist.progress) that are already added to `store`
+    heard = 0  # steps of all ranks, as last read from `store`
     moved = time.perf_counter()  # when `heard` last changed
     while time.perf_counter() - moved < limit:
-        # While C code holds the GIL, or if the store's machine is lost, this thread hangs. This timer can
-        # still end the process.
+        # Each turn of the loop restarts this timer. While C code holds the GIL, or if the store's machine is
+        # lost, this thread hangs. Then the timer ends the process.
         faulthandler.dump_traceback_later(1.2 * limit + 30, exit=True, file=sys.__stderr__)
         time.sleep(0.5)
         if not threading.main_thread().is_alive():
@@ -55,7 +55,7 @@ def look(store: td.Store, limit: float) -> None:
             total = store.add("torz/steps", steps - told)
             share_stop(store)
         except RuntimeError:  # the process that has the store has ended
-            store = td.HashStore()
+            store = td.HashStore()  # from now on, only this rank's steps count
             continue
         told = steps
         if total != heard or not CURRENT.watched:

@@ -75,7 +75,7 @@ LAYER_DECODE = 45e-6
 LOAD = 1.5e9  # bytes/s at which a model's files are read
 # Host seconds of one decode step in an engine: for the step, and for each response in it.
 DECODE_HOST = {"vllm": (1.6e-3, 22e-6), "torch": (0.1e-3, 0.5e-6)}
-# Host seconds of one layer and pack: forward and backward pass; added by FSDP; added by recomputation.
+# Host seconds for each layer of each pack: forward and backward pass; added by FSDP; added by recomputation.
 LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
 # Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
 OPTIMIZER_HOST = {True: 4e-3, False: 0.3e-3}
