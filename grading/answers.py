@@ -190,7 +190,6 @@ def _plain(text):
             text = re.sub(pattern, new, text)
         text = unicodedata.normalize("NFKC", text)
         text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)  # of any script
-        text = re.sub(r"(?<![\d√])(\d{1,9})⁄(\d{1,9})", r"\\frac{\1}{\2}", text)  # x² + ½x
     return text.translate(CHARACTERS)
 
 
@@ -273,6 +272,7 @@ TOKENS = (
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
+SLASHED = re.compile(r"[¼½¾⅐-⅞]|(?<![\d√])\d{1,9}⁄\d{1,9}")
 # A word inside \text{}
 LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ.]*|[^\W\d_A-Za-z]+")
 
@@ -523,12 +523,18 @@ def normalise(text: str) -> str:
         return text
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, _plain(text)).rstrip(" .")
+    text = TOKEN.sub(_token, _plain(SLASHED.sub(_slashed, text))).rstrip(" .")
     for pattern, new in TIDY:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\").lstrip()
+
+
+def _slashed(match):
+    """Returns ½ and 1⁄2 as a fraction. In ½x, the x is not below the fraction line."""
+    top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
+    return rf" \frac{{{top}}}{{{bottom}}}"
 
 
 def _token(match):
