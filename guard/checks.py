@@ -213,9 +213,8 @@ def check_parts(
 
 GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
 GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
-COMMON = (
-    0.05  # a warning names the most frequent gold answer if a larger share of the problems has it
-)
+# A warning names the most frequent gold answer if a larger share of the problems has it.
+COMMON = 0.05
 # A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
 PLACEHOLDER = re.compile(
     r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|"

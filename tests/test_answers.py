@@ -439,6 +439,7 @@ x=\frac{\pi}{4}+\frac{k\pi}{2},\ k\in\mathbb{Z} ~~ x=\frac{\pi}{4} ~ y=\frac{(2n
 x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{6}+2n\pi or x=\frac{5\pi}{6}+2n\pi, n\in\mathbb{Z}
 x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\frac{\pi}{6}+2n\pi, n\in\mathbb{Z}
 x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\arcsin\frac12+2n\pi, x=\frac{5\pi}{6}+2n\pi, n\in\mathbb{Z}
+2023\pi+5k\pi, k\in\mathbb{Z} ~ 2023\pi+5n\pi, n\in\mathbb{Z} ~~ 2024\pi+5k\pi, k\in\mathbb{Z}
 k\pi,\ k\in\mathbb{Z} ~ n\pi, n\in\mathbb{Z} ~~ -\pi,0,\pi ~ 2k\pi,\ k\in\mathbb{Z} ~ k^3\pi,\ k\in\mathbb{Z}
 x=\frac{\pi}{4}+\pi n ~ x=\frac{5\pi}{4}+\pi k,\ k\in\mathbb{Z} ~~ x=\frac{5\pi}{4}+2\pi k,\ k\in\mathbb{Z}
 x\equiv 3\pmod 7 ~ x\equiv -4\pmod{7} ~ x=7k+3, k\in\mathbb{Z} ~ x=7k-4 ~ x=3+7k ~~ x\equiv 4\pmod 7
@@ -446,6 +447,7 @@ x\equiv 3\pmod 7 ~~ x\equiv 3\pmod 8 ~ x=7k+4 ~ x=3k+7
 n\equiv 1,5\pmod 6 ~ n\equiv\pm1\pmod 6 ~ n=6k+1 \text{ or } n=6k+5 ~~ n\equiv 1\pmod 6 ~ n\equiv 1,4\pmod 6
 60^\circ ~ \frac{\pi}{3} ~ 60 ~~ \frac{\pi}{6} ~ \frac{\pi}{3}^\circ ~ \pi
 22.5^\circ ~ 22^\circ 30' ~ 22°30′0″ ~~ 22^\circ 3' ~ 30^\circ 22'
+\frac{x^2}{2}+C ~ \frac12(x-1)(x+1)+C ~~ \frac{x^2}{2}+3+C ~ \frac{x^2}{2}+x+C
 \frac{\sin^2x}{2}+C ~ -\frac{\cos^2x}{2}+C ~~ \frac{\cos^2x}{2}+C ~ \frac{\sin^2x}{2}
 \left\lfloor\frac n2\right\rfloor+1 ~ \left\lceil\frac{n+1}{2}\right\rceil ~~ \left\lceil\frac n2\right\rceil
 \left\lfloor\frac n2\right\rfloor+1 ~~ \lfloor\frac{n}{2}+2\rfloor ~ \lfloor\frac x2\rfloor+1
