@@ -524,16 +524,16 @@ def settle(case: Case) -> Config:
             break
     if cfg.pack_len or not case.timed:
         return choice
-    times = {}  # pack_len -> seconds of a step
+    best = math.inf  # seconds of a step with the packs of `choice`
     for length in (least, 2 * least, 4 * least):
         planned = replace(case, cfg=replace(choice, pack_len=length))
+        step = seconds(planned, *planned.longest)["step"]
         # Otherwise packs of half the length hold the whole minibatch, too.
         useful = length < 2 * case.minibatch(cfg.model_len)
-        if useful and _leaves_room(planned):
-            times[length] = seconds(planned, *planned.longest)["step"]
-    enough = 1.001 * min(times.values(), default=0.0)
-    fast = [length for length in times if times[length] <= enough]
-    return replace(choice, pack_len=max(fast, default=least))
+        if useful and step <= 1.001 * best and _leaves_room(planned):
+            choice = planned.cfg
+            best = step
+    return choice
 
 
 def faster_engine(case: Case) -> str:
