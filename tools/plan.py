@@ -245,6 +245,9 @@ def shape_of(config: dict, name: str) -> Shape:
             f"the config of {name} ({family}) has no {size} above 0: {value}",
             "a dense decoder like Llama or Qwen",
         )
+    layers = config.get("layer_types") or []
+    words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
+    nets = [config.get(f"linear_{word}", 0) for word in words]
     return Shape(
         name,
         *(config[size] for size in sizes),
@@ -254,17 +257,8 @@ def shape_of(config: dict, name: str) -> Shape:
         qkv_bias=config.get("attention_bias") or family == "qwen2",
         silu=config.get("hidden_act") == "silu",
         fused=family in LLAMA_LIKE,
-        delta=_delta_nets(config),
+        delta=DeltaNets(layers.count("linear_attention"), *nets),
     )
-
-
-def _delta_nets(config):
-    layers = config.get("layer_types") or []
-    count = layers.count("linear_attention")
-    if count == 0:
-        return DeltaNets()
-    words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
-    return DeltaNets(count, *(config[f"linear_{word}"] for word in words))
 
 
 def read_shape(path: str) -> Shape:
@@ -434,7 +428,7 @@ class Case:
     def engine_sleeps(self) -> bool:
         """Whether the engine frees its weights during training. On a GPU, every engine except the torch
         engine is planned like vLLM, which does."""
-        return self.gpu is not None and self.cfg.engine_kind(True) != "torch"
+        return self.gpu is not None and self.cfg.engine != "torch"
 
     @property
     def engine_weights(self) -> float:
@@ -445,7 +439,7 @@ class Case:
     def responses(self) -> int:
         """Number of responses that one engine samples in a step."""
         cfg = self.cfg
-        engines = max(self.world // cfg.tp, 1)
+        engines = self.world // cfg.tp
         prompts = cfg.prompts_per_step + cfg.extra_prompts
         return math.ceil(prompts * cfg.samples_per_prompt / engines)
 
@@ -620,8 +614,6 @@ def _per_token(case, shape, recompute):
     # activations are stored again: as for other layers, but without its input, which is counted already, and
     # without one tensor of the MLP (bench/nullgpu/memory.py).
     again = stored - case.number * (d + inner)
-    if recompute == 0:
-        again = 0
     return inputs + whole, max(0, again - whole)
 
 
@@ -1034,8 +1026,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
-    kind = cfg.engine_kind(True)
-    of_step, of_response = DECODE_HOST.get(kind, DECODE_HOST["vllm"])
+    of_step, of_response = DECODE_HOST.get(cfg.engine, DECODE_HOST["vllm"])
     # The longest of three:
     # 1. All steps with full batches. Between two steps, the device waits for the host.
     full = steps * (device + of_step)
@@ -1088,7 +1079,7 @@ def extra_seconds(case: Case) -> dict[str, float]:
     cfg = case.cfg
     read = case.number * sum(case.params.values()) / case.shards
     pinned = case.offloads * case.state
-    start = START.get(cfg.engine_kind(True), START["vllm"])
+    start = START.get(cfg.engine, START["vllm"])
     return {"start": start + read / LOAD, "first step, longer by": pinned / PIN}
 
 
