@@ -834,7 +834,6 @@ PRESETS |= {
     ),
     "orz-7b-lora": replace(ORZ, lora=32, policy_lr=1e-5, critic_lr=5e-5),
 }
-LAYOUTS = {"any": 0, "debug": 8, "production": 32}  # layout -> ranks; 0: the layout sets no number
 # The layout "debug" also sets these values in the orz-* presets, as Open-Reasoner-Zero's debug mode does.
 DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine_share=0.5)
 # Preset -> number of ranks in its production layout, as in Open-Reasoner-Zero. All other presets have 32.
@@ -902,11 +901,12 @@ def layout_of(argv: Sequence[str], ranks: str) -> str:
 def settings(name: str, layout: str, given: Sequence[str]) -> dict[str, Any]:
     """Returns the settings of a preset in a layout. If `given` has certain flags, others are reset."""
     base = vars(PRESETS[name]) | {"out": f"runs/{name}", "layout": layout}
-    base["ranks"] = LAYOUTS.get(layout, 0)
-    if layout == "production" and name in RANKS:
-        base["ranks"] = RANKS[name]
-    if layout == "debug" and name.startswith("orz-"):
-        base |= DEBUG
+    if layout == "production":
+        base["ranks"] = RANKS.get(name, 32)
+    if layout == "debug":
+        base["ranks"] = 8
+        if name.startswith("orz-"):
+            base |= DEBUG
     if "data" in given:  # the preset's evaluation sets may not fit the user's data
         base["eval_data"] = ()
     if set(given) & set(LENGTHS):
