@@ -1037,8 +1037,8 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a model, a template, a data file or a run to read does not exist. Skips names on
-    the Hugging Face Hub. On several machines, checks only the template. Later checks cover all."""
+    """Raises UserError if a model, a template or a data file does not exist. Skips names on the Hugging Face
+    Hub. On several machines, checks only the template. Later checks cover all."""
     prompt_form(cfg.template)
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
@@ -1048,11 +1048,6 @@ def check_paths(cfg: Config) -> None:
     for path in cfg.data + cfg.eval_data:
         if not re.match("[^/]+/[^/]+:", path):
             data_file(path)
-    for name in (cfg.resume, cfg.start_from):
-        path = Path(name)
-        places = path, path.parent / "ckpt", Path(cfg.out, "ckpt")  # the last: a run that goes on
-        there = name in ("auto", "never", "") or any(map(exists, places))
-        require(there, f"{name} is no complete checkpoint", "a run's folder, RUN/STEP or RUN/best")
 
 
 def set_allocator() -> None:

@@ -94,8 +94,6 @@ AT_ONCE = {
     "a step's name": ("orz-7b --profile last", "--profile is 'last'; needed: a whole number"),
     "a range without end": ("orz-7b --steps -3", "--steps is -3; needed: --steps from 0"),
     "verl's estimator": ("orz-7b algorithm.adv_estimator=gae", "(did you mean --advantage?); needed: one"),
-    "a checkpoint's name": (f"{RUN} --resume run/x --out o", "run/x is no complete checkpoint; needed: a"),
-    "a run's name": (f"{RUN} --start_from rann --out o", "rann is no complete checkpoint; needed: a run's"),
     "a parameter": (f"{RUN} --reward r.py:more", "r.py:more has the parameters batch; needed: some of"),
     "a function's text": (f"{RUN} --reward cut.py:f", "cut.py can't be imported (Indentation"),
     "an adapter as model": ("tiny-grpo --model adapter", "adapter is the folder of a run or an adapter,"),
