@@ -12,6 +12,7 @@ import base64
 import csv
 import math
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
@@ -66,25 +67,16 @@ def _values(runs, name):
 
 def _flags(run):
     """Returns a run's flags without `seed` and `out`, and its packages, code and data, as a dict:
-    --name -> value."""
+    --name -> value, as a command line would have it."""
     config = read_json(run / "config.json", {"versions": dict})  # UserError if versions is no dict
     config |= config.pop("versions", {})
     flags = {}
     for name, value in config.items():
         name = name.lstrip("-")
         if name not in ("seed", "out"):
-            flags[f"--{name}"] = value
+            values = value if isinstance(value, list) else [value]
+            flags[f"--{name}"] = shlex.join(map(str, values))
     return flags
-
-
-def _text(value):
-    """Returns a value of config.json as a command line would have it, without brackets."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        return " ".join(map(_text, value))
-    text = str(value)
-    return text if text.split() == [text] else repr(text)  # quotes for several words, or none
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
@@ -275,7 +267,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
         words = []
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
-                words.append(f"{name} {_text(own[name])}")
+                words.append(f"{name} {own[name]}")
         row = [" ".join(words) or str(group[0]), str(len(scores))]
         for numbers in ([*scores.values()], gaps):
             if numbers:
