@@ -289,20 +289,6 @@ def _estimates(metrics):
     }
 
 
-def summary(cfg: Config, sets: Sets, scores: Scores) -> dict[str, Any]:
-    """Returns the item "sets" of scores.json, a dict: name of an evaluation set -> its file, size, scores."""
-    return {
-        name: {
-            "file": cfg.eval_data[i],
-            "hash": fingerprint(problems),
-            "problems": len(problems),
-            "samples": cfg.eval_samples[i % len(cfg.eval_samples)],
-            "metrics": _estimates(scores[name]),
-        }
-        for i, (name, problems) in enumerate(sets.items())
-    }
-
-
 def paired_differences(
     sets: Sets, scores: Scores, first_sets: Sets, first_scores: Scores
 ) -> dict[str, Any]:
@@ -413,12 +399,21 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
 
-def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
-    """Returns the entries of scores.json that say how a model is evaluated."""
+def result_of(c: Candidate, engine: Engine, grader: Grader, scores: Scores) -> dict[str, Any]:
+    """Returns the content of scores.json: how a model was evaluated, and its scores."""
     flags = {name: getattr(c.cfg, name) for name in EVAL_FLAGS}
     flags["engine"] = c.cfg.engine_kind(engine.device.type == "cuda")
     flags["device"] = engine.device.type
     flags["dtype"] = str(engine.dtype).removeprefix("torch.")
+    sets = {}
+    for i, (name, problems) in enumerate(c.sets.items()):
+        sets[name] = {
+            "file": c.cfg.eval_data[i],
+            "hash": fingerprint(problems),
+            "problems": len(problems),
+            "samples": c.cfg.eval_samples[i % len(c.cfg.eval_samples)],
+            "metrics": _estimates(scores[name]),
+        }
     return {
         "model": c.cfg.model,
         "model_files": folder_fingerprint(c.path),
@@ -426,6 +421,7 @@ def describe(c: Candidate, engine: Engine, grader: Grader) -> dict[str, Any]:
         "flags": flags,
         "reward_files": grader.files,
         "versions": VERSIONS,
+        "sets": sets,
     }
 
 
@@ -481,7 +477,7 @@ def evaluate_all(
             engine = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
             scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
-        result = describe(c, engine, grader) | {"sets": summary(c.cfg, c.sets, scores)}
+        result = result_of(c, engine, grader, scores)
         if c is first:
             first_scores = scores
         else:
@@ -492,7 +488,8 @@ def evaluate_all(
         lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
         lines += [f"!! grading failed, and the reward is 0: {error!a}" for error in errors]
         if world.main:
-            save(folder, result, rows)
+            (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
+            write_jsonl(folder / "samples.jsonl", rows)
             if c is first and c.cfg.write_rows and not errors:
                 lines.append(write_rows(c, scores))
         say("\n".join(lines))
@@ -503,13 +500,6 @@ def evaluate_all(
         )
     if len(results) > 1:
         say("\n".join(["", *comparison_table(results)]))
-
-
-def save(folder: Path, result: Mapping[str, Any], rows: Sequence[Mapping]) -> None:
-    """Write scores.json and samples.jsonl, which has a row for each response, to a model's folder."""
-    scores = json.dumps(result, indent=1)
-    (folder / "scores.json").write_text(f"{scores}\n")
-    write_jsonl(folder / "samples.jsonl", rows)
 
 
 def main(argv: Sequence[str]) -> None:
