@@ -5,11 +5,11 @@ a metric's standard error, each problem counts as one observation.
     python -m tools.evaluate Qwen/Qwen2.5-0.5B eval_sets/aime2024.json
     torchrun --nproc-per-node 8 -m tools.evaluate MODEL DATA …    # on 8 GPUs
 
-MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl or
-.parquet file, or a file of the Hub (OWNER/NAME:FILE). All paths before the
-first .json, .jsonl or .parquet file are models. If there is no such file, only
-the first path is a model. Several models are evaluated one after the other with
-the same random seed. Every other model is compared with the first model.
+MODEL: a Hugging Face folder, or an id of the Hub. DATA: a .json, .jsonl,
+.parquet or .arrow file, or a file of the Hub (OWNER/NAME:FILE). All paths
+before the first file with such an ending are models. If there is no such file,
+only the first path is a model. Several models are evaluated one after the other
+with the same random seed. Every other model is compared with the first model.
 
 If a model is an export of torz, all models get the template, stop strings,
 temperature and lengths of its training, unless flags set other values.
