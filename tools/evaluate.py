@@ -313,7 +313,7 @@ def paired_differences(
 
 
 def score_table(sets: Mapping[str, Any]) -> list[str]:
-    """Returns a table of one model's metrics. sets: the result of `summary`"""
+    """Returns a table of one model's metrics. sets: the item "sets" of scores.json"""
     lines = [f"{'set':26} {'metric':13}{'value':>12}{'std error':>12}{'problems':>9}{'n':>5}"]
     for name, found in sets.items():
         for metric, score in found["metrics"].items():
