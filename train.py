@@ -662,7 +662,12 @@ def policy_pack_loss(
     )
     # With --mismatch none, the importance weights are only logged.
     correction = 1.0 if cfg.mismatch == "none" else importance
-    weights = loss_weights(p, segment, tokens, responses, cfg)
+    # The mean over tokens with PPO, also if the preset has another --aggregation.
+    aggregation = cfg.aggregation if cfg.algo == "grpo" else "token"
+    longest = cfg.max_response_len
+    weights = grpo.token_weights(
+        p.mask, segment, aggregation, tokens, responses, longest, p.prompt_share
+    )
     loss, clipped = grpo.policy_loss(
         logp,
         old,
@@ -696,16 +701,6 @@ def policy_pack_loss(
     squares = importance * importance
     meter.add("mismatch/mean", importance.sum(), len(p.loss_tokens), squares.sum())
     return loss
-
-
-def loss_weights(p: Pack, segment: Tensor, tokens: float, responses: float, cfg: Config) -> Tensor:
-    """Returns (T,): the weight of each token in the policy loss. See `policy_pack_loss`"""
-    if cfg.algo == "ppo":
-        return p.mask / tokens  # the mean over tokens
-    longest = cfg.max_response_len
-    return grpo.token_weights(
-        p.mask, segment, cfg.aggregation, tokens, responses, longest, p.prompt_share
-    )
 
 
 def check_gap(meter: Meter, cfg: Config) -> None:
