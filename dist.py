@@ -581,10 +581,8 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
     return [*chain(*boxes)]
 
 
-def balance(
-    samples: Sequence[Any], number: Mapping[Any, int], layout: Layout
-) -> list[list[list[Any]]]:
-    """Move samples to the ranks that train on them. Returns this rank's minibatches of packs of samples.
+def balance(samples: Sequence[Any], number: Mapping[Any, int], layout: Layout) -> dict[int, Any]:
+    """Move samples to the ranks that train on them. Returns this rank's samples as a dict: number -> sample.
 
     number: Sample.key -> index of the sample among the samples of all ranks
     layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `number`"""
@@ -592,17 +590,8 @@ def balance(
     for minibatch in layout:
         for rank, packs in enumerate(minibatch):
             rank_of |= dict.fromkeys(chain.from_iterable(packs), rank)
-    arrived = {}
-    for s in deal(samples, [rank_of[number[s.key]] for s in samples]):
-        arrived[number[s.key]] = s
-    rank = td.get_rank()
-    minibatches = []
-    for ranks in layout:
-        packs = []
-        for indices in ranks[rank]:
-            packs.append([arrived[i] for i in indices])
-        minibatches.append(packs)
-    return minibatches
+    arrived = deal(samples, [rank_of[number[s.key]] for s in samples])
+    return {number[s.key]: s for s in arrived}
 
 
 # --- phases: their times, and a time limit that stops a hung run

@@ -467,8 +467,12 @@ def make_packs(
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, layout, prompts, trained)
     fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
-    minibatches = dist.balance(samples, number, layout)
-    minibatches = each(minibatches, lambda part: pack(part, fresh_step).to(world.device))
+    mine = dist.balance(samples, number, layout)
+
+    def packed(indices):
+        return pack([mine[i] for i in indices], fresh_step).to(world.device)
+
+    minibatches = each([ranks[world.rank] for ranks in layout], packed)
     packs = [p for p in chain(*minibatches) if p.responses]  # only packs with a sample in the loss
     unique = sum(len(p.unique) for p in packs)
     meter.add("tokens", sum(s.length for s in samples))
