@@ -9,7 +9,6 @@ stop, finish  save the last checkpoint; `finish` also exports the models"""
 
 import gc
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -170,7 +169,8 @@ def load(
     start = saved["step"]
     log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
-    tell(log, lines)
+    for line in filter(None, lines):
+        log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     return Run(
         cfg=cfg,
@@ -186,14 +186,6 @@ def load(
         log=log,
         lock=lock,
     )
-
-
-def tell(log: Logger, lines: Sequence[str]) -> None:
-    """Print the lines that are not empty, and the seconds that each phase of the start took."""
-    for line in filter(None, lines):
-        log.say(line)
-    parts = [f"{name} {s:.1f}" for name, s in dist.SECONDS.items() if name.startswith("start/")]
-    log.say(f"seconds of the start: {', '.join(parts)}")
 
 
 def with_checkpoint(
