@@ -80,7 +80,6 @@ from data import (
     replacement_batch,
     step_of,
 )
-from engine import Engine
 from guard.alarms import new_alarms
 from guard.checks import first_look
 from guard.start import Role, Run, finish, prepare, stop
@@ -776,7 +775,7 @@ def end_of_step(
     if cfg.save_every and done % cfg.save_every == 0 and done < cfg.steps:
         with dist.phase("save"):
             run.saver.save(done, run.carried)
-    metrics |= step_metrics(meter, run.world, run.engine, start)
+    metrics |= step_metrics(run, meter, start)
     log.step(step, metrics)
     if run.world.main and log.history:
         for text in new_alarms(log.history, cfg):
@@ -792,17 +791,13 @@ def log_errors(run: Run, step: int) -> None:
         run.log.alarm(text, step)
 
 
-def step_metrics(
-    meter: Meter,
-    world: dist.World,
-    engine: Engine,
-    start: float,
-) -> dict[str, float]:
+def step_metrics(run: Run, meter: Meter, start: float) -> dict[str, float]:
     """Returns a dict: name -> value of each metric of the step, computed over all ranks.
 
     start: time.perf_counter() at the step's start"""
+    world = run.world
     with dist.phase("report"):
-        for name, value in engine.ledger.metrics().items():
+        for name, value in run.engine.ledger.metrics().items():
             meter.add_max(name, value)
         m = meter.reduce()
 

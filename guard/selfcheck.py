@@ -47,20 +47,21 @@ STAGES = (
 
 
 @dist.phase("start/selfcheck")
-def check_engine(
-    engine: Engine, policy: nn.Module, problems: Sequence[Problem], world: dist.World, cfg: Config
-) -> str:
+def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem]) -> str:
     """Runs `selfcheck` with the policy's weights. Returns a line that says how well the log-probs of engine
     and trainer agree. Raises UserError if `selfcheck` finds an error on any rank."""
 
+    device = engine.device
+
     @torch.no_grad()
     def trainer_logp(samples, temperature):
-        p = pack(samples).to(world.device)
-        with dist.on_device(policy, None, world.device):
+        p = pack(samples).to(device)
+        with dist.on_device(policy, None, device):
             return policy(p, temperature)[0][p.mask]
 
-    weights = partial(dist.full_weights, policy, world.device)
-    results = dist.gather(selfcheck(engine, weights, trainer_logp, check_prompts(problems, cfg)))
+    weights = partial(dist.full_weights, policy, device)
+    prompts = check_prompts(problems, engine.cfg)
+    results = dist.gather(selfcheck(engine, weights, trainer_logp, prompts))
     for rank, (error, _) in enumerate(results):
         require(
             not error,

@@ -165,7 +165,7 @@ def load(
     elif path:
         lines.append(ckpt.start_from(path, models, facts))
     if cfg.selfcheck and engine.needs_selfcheck:
-        lines.append(check_engine(engine, roles["policy"].model, inputs.problems, world, cfg))
+        lines.append(check_engine(engine, roles["policy"].model, inputs.problems))
     start = saved["step"]
     log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
