@@ -76,8 +76,7 @@ def launch(ranks: int, grace: float) -> int | str:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{grace + 5:.0f}")
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
     # torchrun would handle signals that nohup ignores.
-    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *not_ignored()]
-    signals = ",".join(number.name for number in handled)
+    signals = ",".join(number.name for number in handled_signals())
     options = [
         "--standalone",
         "--local-addr=127.0.0.1",  # a host may be unable to resolve its own name
@@ -675,10 +674,12 @@ def phase_seconds() -> dict[str, float]:
 # --- stopping on a signal
 
 
-def not_ignored() -> list[signal.Signals]:
-    """Returns SIGHUP and SIGQUIT, without those that the process's caller ignores, as nohup does."""
-    both = signal.SIGHUP, signal.SIGQUIT
-    return [number for number in both if signal.getsignal(number) != signal.SIG_IGN]
+def handled_signals() -> list[signal.Signals]:
+    """Returns the signals that request a stop. SIGHUP and SIGQUIT are left out if the process's caller
+    ignores them, as nohup does."""
+    always = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    of_terminal = signal.SIGHUP, signal.SIGQUIT
+    return always + [x for x in of_terminal if signal.getsignal(x) != signal.SIG_IGN]
 
 
 # [name, time] of the signal that requested a stop; empty: none
