@@ -14,8 +14,8 @@ A run has two dicts of facts, name -> value, such as a hash:
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import distributions
@@ -178,16 +178,15 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
 
 @cache  # one base may serve three roles
 def weights_hash(path: str) -> str:
-    """Returns a hash of all bytes of a folder's weight files. This is a collective: each rank hashes some of
-    its machine's files. The result does not depend on the number of ranks. A rank reads about 1 GB/s."""
-    me = os.uname().nodename, secrets.token_hex()
-    peers = [rank for rank in dist.gather(me) if rank[0] == me[0]]
-    hashes = []
-    for file in dist.weight_files(path)[peers.index(me) :: len(peers)]:
+    """Returns a hash of all bytes of a folder's weight files. Each file has a thread, which reads about
+    1 GB/s."""
+
+    def digest(file):
         with file.open("rb") as f:
-            hashes.append((me[0], file.name, hashlib.file_digest(f, "sha256").digest()))
-    every = sorted(dist.gather_all(hashes))
-    return short_hash(b"".join(digest for host, _, digest in every if host == me[0]))
+            return hashlib.file_digest(f, "sha256").digest()
+
+    with ThreadPoolExecutor() as pool:
+        return short_hash(b"".join(pool.map(digest, dist.weight_files(path))))
 
 
 # --- the comparisons
