@@ -609,7 +609,7 @@ class Phase:
 
 
 CURRENT = Phase()
-SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds
+SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds of this step
 
 
 def progress() -> None:
@@ -662,13 +662,6 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
             row_limit=10,
         )
         log.say(f"{table}\ntrace of step {step}: {file}")
-
-
-def phase_seconds() -> dict[str, float]:
-    """Returns phase -> seconds spent in it since the last call of this function."""
-    seconds = dict(SECONDS)
-    SECONDS.clear()
-    return seconds
 
 
 # --- stopping on a signal

@@ -812,7 +812,8 @@ def step_metrics(run: Run, meter: Meter, start: float) -> dict[str, float]:
         square = m["mismatch/mean"] ** 2
         m["ess"] = square / (square + variance["mismatch/mean"])
     seconds = time.perf_counter() - start
-    m |= {f"time/{name}": s for name, s in dist.phase_seconds().items()}
+    m |= {f"time/{name}": s for name, s in dist.SECONDS.items()}
+    dist.SECONDS.clear()
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     m["tflops"] = m.pop("flops") / (seconds * world.size * 1e12)
     if world.device.type == "cuda":
