@@ -159,18 +159,16 @@ def load(
     roles = load_models(case, world)
     kept = [role for role in roles.values() if role.optimizer or cfg.keeps_ref]
     models = {role.name: (role.model, role.optimizer) for role in kept}
-    lines = [f"the whole plan: {out / 'plan.json'}", left_out(cfg.model)]
+    say(f"the whole plan: {out / 'plan.json'}\n{left_out(cfg.model)}".rstrip())
     if resumes:
-        lines.append(ckpt.resume(path, saved, models, facts))
+        say(ckpt.resume(path, saved, models, facts))
     elif path:
-        lines.append(ckpt.start_from(path, models, facts))
+        say(ckpt.start_from(path, models, facts))
     if cfg.selfcheck and engine.needs_selfcheck:
-        lines.append(check_engine(engine, roles["policy"].model, inputs.problems))
+        say(check_engine(engine, roles["policy"].model, inputs.problems))
     start = saved["step"]
     log = dist.together(Logger, out, cfg, world.main, start, facts["noted"], planned, own)
     saver = ckpt.Saver(out, models, cfg, facts, start if own else None, log.alarm)
-    for line in filter(None, lines):
-        log.say(line)
     gc.freeze()  # otherwise every garbage collection scans the objects made so far
     return Run(
         cfg=cfg,
