@@ -33,7 +33,6 @@ from configs import (
     show,
     user_errors,
 )
-from guard.lock import FolderLock
 from reward import check_functions, terms_of
 from tools.plan import check_ranks
 
@@ -43,13 +42,10 @@ if __name__ == "__main__":
         CONFIG = parse()
         check_paths(CONFIG)
         check_functions(CONFIG)
-        main_rank = os.environ.get("RANK", "0") == "0"
         starts = 0  # ranks that this process starts: 0 under torchrun
         if "RANK" not in os.environ:
             starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
             check_ranks(CONFIG, starts)
-        if main_rank:
-            FolderLock(CONFIG.folder / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -57,7 +53,7 @@ if __name__ == "__main__":
         import dist  # not at the top: dist imports torch, which is slow
 
         sys.exit(dist.launch(starts, CONFIG.grace))
-    if main_rank:
+    if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
 BEGIN = time.perf_counter()
