@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import logging
 import os
-import pickle
 import secrets
 import signal
 import sys
@@ -557,15 +556,11 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
     outgoing = [[] for _ in range(td.get_world_size())]
     for item, rank in zip(items, ranks, strict=True):
         outgoing[rank].append(item)
+    received = [None for _ in outgoing]
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
-    pickles = [pickle.dumps(box) for box in outgoing]
-    sizes = [len(box) for box in pickles]
-    incoming = [row[td.get_rank()] for row in gather(sizes)]
-    inbox = torch.empty(sum(incoming), dtype=torch.uint8)
-    outbox = torch.frombuffer(bytearray().join(pickles), dtype=torch.uint8)
-    td.all_to_all_single(inbox, outbox, incoming, sizes)
-    boxes = [pickle.loads(x.numpy()) for x in inbox.split(incoming)]
-    return [*chain(*boxes)]
+    for rank, box in enumerate(outgoing):
+        td.gather_object(box, received if rank == td.get_rank() else None, dst=rank)
+    return [*chain(*received)]
 
 
 def balance(samples: Sequence[Any], number: Mapping[Any, int], layout: Layout) -> dict[int, Any]:
