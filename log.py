@@ -243,9 +243,11 @@ class Logger(contextlib.AbstractContextManager):
                 _append(self.out / "alarms.jsonl", row)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics. Leaves out NaN and infinity, which JSON lacks."""
         if not self.main:
             return
-        row = {"step": step, **metrics}
+        finite = {name: x for name, x in metrics.items() if math.isfinite(x)}
+        row = {"step": step, **finite}
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
@@ -323,15 +325,7 @@ class Logger(contextlib.AbstractContextManager):
 
 
 def _lines(rows):
-    """Returns the rows as lines of JSON. Leaves out NaN and infinity, which JSON lacks."""
-    lines = []
-    for row in rows:
-        finite = {}
-        for name, x in row.items():
-            if not isinstance(x, float) or math.isfinite(x):
-                finite[name] = x
-        lines.append(json.dumps(finite) + "\n")
-    return "".join(lines)
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _set_aside(path, shape, start):
