@@ -212,7 +212,7 @@ class Pages(Cache):
             block_table=self.table[:slots],
         )
 
-    def split(self, token: Tensor, ended: bool) -> None:
+    def split(self, token: Tensor) -> None:
         """Does nothing: a response writes only to pages of its own."""
 
 
@@ -224,11 +224,11 @@ class Rows(Cache):
         step   sampled tokens       rows of the cache (| separates rows)   rows of the slots (`table`)
         0      -                    p q | r                                0 0 1
         1      0: a   1: a   2: x   p q a | r x                            0 0 1
-        2      0: b   1: c   2: y   p q a b | r x y | p q a c              0 2 1
+        2      0: b   1: c   2: y   p q a b | p q a c | r x y              0 1 2
         3      0: EOS 1: d   2: z   p q a c d | r x y z                    0 1     (one slot is gone)
 
-    In step 2, slots 0 and 1 sample different tokens, so slot 1 gets row 2, a copy of row 0. In step 3, slot 0
-    ends, so row 2 moves to the free place 0."""
+    In step 2, slots 0 and 1 sample different tokens. Slot 1 gets row 1, a copy of row 0. In step 3, slot 0
+    ends, and its row is dropped."""
 
     def __init__(self, config: Any, *sizes: Any) -> None:
         """config, sizes: see Cache"""
@@ -291,37 +291,22 @@ class Rows(Cache):
         out = probs.to(values.dtype) @ values
         return out.flatten(1, 2)
 
-    def split(self, token: Tensor, ended: bool) -> None:
+    def split(self, token: Tensor) -> None:
         """If slots that share a row have sampled different tokens, give each different token a row of its
         own, with the same contents. Drop the rows that no slot uses.
 
-        token (slots,): the last sampled tokens. ended: whether a response has ended since the last call"""
-        slots = len(token)
-        if not ended and self.rows == slots:
-            return
-        row = self.table[:slots, 0]
+        token (slots,): the last sampled tokens"""
+        row = self.table[: len(token), 0]
         pair = row * self.vocabulary + token  # one number for each pair (row, token)
         pair, new_row = pair.unique(return_inverse=True)
+        row.copy_(new_row)
         source = pair // self.vocabulary  # the old row of each new row, in ascending order
-        if not ended and len(source) == self.rows:
-            return
         self.rows = len(source)
-        # To copy few rows, the first new row of an old row takes its place, if that place still exists. The
-        # other new rows are as many as the free places. The comments show an example: the rows 0 and 1 stay,
-        # and row 2, which no slot uses, becomes a copy of row 0.
-        stays = source < self.rows  # source 0 0 1: true true true
-        stays[1:] &= source[1:] != source[:-1]  # true false true
-        is_free = torch.ones_like(stays)
-        is_free[source[stays]] = False  # false false true
-        free = is_free.nonzero()[:, 0]  # 2
-        place = source.masked_scatter(~stays, free)  # 0 2 1
-        self.table[:slots, 0] = place[new_row]
-        copied = source[~stays]  # 0
-        if len(copied) == 0:
-            return
+        if source.equal(self.numbers[: self.rows]):
+            return  # no row has moved
         for cached in self.layers:
             used = cached[:, :, :, : self.column]
-            used[:, free] = used[:, copied]
+            used[:, : self.rows] = used[:, source]
 
 
 def head_size(config: Any) -> int:
@@ -835,7 +820,7 @@ class TorchEngine(Engine):
         count = len(slots.responses)
         last = slots.inputs[:count, 0]  # sampled tokens
         # With Rows: if slots that share a row sampled different tokens, each token gets a copy of the row.
-        slots.cache.split(last, bool(ended))
+        slots.cache.split(last)
         return ended
 
     def _ends(self, r, start):
