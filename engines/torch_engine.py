@@ -575,8 +575,6 @@ class TorchEngine(Engine):
             self.page = configs.KV_PAGE
         self.look = LOOK
         self.slots = None
-        self.stream = None
-        self.loaded = set()  # the calls of `_step` that have run and may be captured
         self.ledger.end()
 
     def load(self, weights):
@@ -742,34 +740,23 @@ class TorchEngine(Engine):
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
         call = (slots.batch(), temperature, top_p)
-        # A capture can't load kernels. So on a GPU the first step of a `call` runs without a graph, the
-        # second is captured and replayed, and all later steps are replayed.
         for _ in range(slots.look):
             if call in slots.graphs:
                 slots.graphs[call].replay()
-            elif call in self.loaded:
+                continue
+            self._step(slots, *call)
+            # A capture can't load kernels, so it follows a step without a graph.
+            if slots.is_paged and self.device.type == "cuda":
                 slots.graphs[call] = self._capture(slots, call)
-                slots.graphs[call].replay()
-            else:
-                self._step(slots, *call)
-                if slots.is_paged and self.device.type == "cuda":
-                    # The graphs have a memory pool of their own, so give back the memory of this step.
-                    self.loaded.add(call)
-                    torch.cuda.empty_cache()
 
     def _capture(self, slots, call):
         """Returns the graph of a decoding step. Nothing is computed."""
         graph = torch.cuda.CUDAGraph()
-        pool = None  # all graphs share the memory of the first
-        for other in slots.graphs.values():
-            pool = other.pool()
-        # One stream for all captures, because cuBLAS keeps memory for each stream.
-        self.stream = self.stream or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self.stream):
-            # "thread_local": other threads may use the GPU during the capture
-            graph.capture_begin(pool, capture_error_mode="thread_local")
+        pools = [other.pool() for other in slots.graphs.values()]
+        # All graphs share the memory of the first. "thread_local": other threads may use the GPU during the
+        # capture.
+        with torch.cuda.graph(graph, *pools[:1], capture_error_mode="thread_local"):
             self._step(slots, *call)
-            graph.capture_end()
         return graph
 
     def _step(self, slots, batch, temperature, top_p):
