@@ -382,20 +382,6 @@ class FusedDecoder:
                 layer.self_attn.qkv = join(layer.self_attn, "q_proj", "k_proj", "v_proj")
                 layer.mlp.gate_up = join(layer.mlp, "gate_proj", "up_proj")
 
-    def prepare(self, positions: int) -> None:
-        """Compute the rotary angles of the positions 0 to positions - 1, for fused decoding steps.
-        Policy.hidden does not need this call: it computes the angles itself."""
-        if not self.fused:
-            return
-        like = self.policy.lm_head.weight
-        position = torch.arange(positions, device=like.device)
-        # (positions, 1, d)
-        self.cos, self.sin = self.policy.model.rotary_emb(like, position[:, None])
-        first, second = self.sin.chunk(2, -1)
-        # With the halves a, b of x, rotate_half(x) is cat(-b, a), and x.roll(d / 2) is cat(b, a). The
-        # sign moves into self.sin, so that rotate_half(x) * sin = x.roll(d / 2) * self.sin.
-        self.sin = torch.cat([-first, second], -1)
-
     def step(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Runs the model on one new token of each of R responses. Returns the hidden states (R, D) after the
         last norm. tokens, positions: (R,)."""
@@ -406,8 +392,11 @@ class FusedDecoder:
             return hidden[:, 0]
         model = self.policy.model
         x = F.embedding(tokens, model.embed_tokens.weight)
-        cos = self.cos[positions]  # (R, 1, d)
-        sin = self.sin[positions]
+        cos, sin = model.rotary_emb(x, positions[:, None])  # (R, 1, d)
+        # With the halves a, b of x, rotate_half(x) is cat(-b, a), and x.roll(d / 2) is cat(b, a). The sign
+        # moves into sin, so that rotate_half(x) * sin = x.roll(d / 2) * sin.
+        first_half, _ = sin.chunk(2, -1)
+        first_half.neg_()
         for layer in model.layers:
             mlp = layer.mlp
             normed = rms_norm(layer.input_layernorm, x)
@@ -441,7 +430,7 @@ class FusedDecoder:
             )
         else:
             qk = heads[:, :-kv]
-            turned = qk.roll(d // 2, -1)  # see `prepare`
+            turned = qk.roll(d // 2, -1)  # see `step`
             qk = torch.addcmul(qk * cos, turned, sin)
             query = qk[:, :-kv]
             key = qk[:, -kv:]
@@ -631,7 +620,6 @@ class TorchEngine(Engine):
         if not self.page:
             count = min(count, len(waiting))
             columns = max(r.prefix_len for r in waiting) + max(r.limit for r in waiting)
-            self.decoder.prepare(columns)
             cache = Rows(
                 self.config,
                 count,
@@ -642,9 +630,7 @@ class TorchEngine(Engine):
             )
             return Slots(cache, look=1)
         if self.slots is None:
-            self.decoder.prepare(self.cfg.engine_len)
             width = math.ceil(self.cfg.engine_len / self.page)
-
             cache = Pages(
                 self.kernel,
                 self.config,

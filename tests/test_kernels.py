@@ -135,7 +135,7 @@ def test_rotated_keys_and_values_are_stored(H, KV, d, kernels):
     cos, sin = angle.cos(), angle.sin()
     page, place = torch.tensor([3, 1, 1, 2, 3]), torch.tensor([0, 2, 1, 2, 1])
     cached = torch.randn(2, pages, KV, size, d, generator=g)
-    signed = torch.cat([-sin[..., :d // 2], sin[..., d // 2:]], -1)  # as in FusedDecoder.prepare
+    signed = torch.cat([-sin[..., :d // 2], sin[..., d // 2:]], -1)  # as in FusedDecoder.step
     query, stored = kernels("rotated_and_stored", heads, cos, signed, cached, page, place)
     q, k, v = heads.split([H, KV, KV], 1)
     want = [x[:, :, 0] for x in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin)]
