@@ -223,7 +223,17 @@ def load_problems(
             if ids is None or len(ids) > limit:
                 too_long += 1
             else:
-                problem = _problem(row, ids, path, number, len(problems))
+                problem = Problem(
+                    row.text,
+                    tuple(ids),
+                    row.answer,
+                    row.kind,
+                    row.dataset,
+                    path,
+                    number,
+                    len(problems),
+                    row.fields,
+                )
                 problems.append(problem)
     files = ", ".join(paths)
     require(
@@ -236,21 +246,6 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
-
-
-def _problem(row, ids, path, number, index):
-    """Returns the Problem for a Row (grading/rows.py). number: of the row in the file `path`"""
-    return Problem(
-        row.text,
-        tuple(ids),
-        row.answer,
-        row.kind,
-        row.dataset,
-        path,
-        number,
-        index,
-        row.fields,
-    )
 
 
 def _new_rows(path, seen, cfg, keep_fields):
