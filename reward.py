@@ -14,7 +14,6 @@ To grade responses in your own code:
 --reward is a list of graders and reward parts. A grader compares answers with gold answers, or is a user's
 function. A reward part is an extra reward, such as "format" (REWARD_PARTS)."""
 
-import ast
 import math
 import re
 from collections import Counter
@@ -24,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, checked, explained, nearest, require, run_command
+from configs import Config, checked, nearest, require, run_command
 from grading.answers import KINDS, extract
 from grading.rows import dataset_of, gold_answer, read_rows
-from grading.worker import REASONS, SCORE, SPEC, TURN, Grader, Reply  # noqa: F401  others import them
+from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 
 # --- the terms of --reward
 
@@ -221,14 +220,10 @@ def extractors(cfg: Config) -> dict[str, str]:
     return {"": "orz"} | found
 
 
-# Parameters of verl's and TRL's reward functions
-RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
-
-
 def check_functions(cfg: Config) -> list[Term]:
     """Returns the terms of --reward. Raises UserError if a reward or an extractor does not exist, if all
-    weights are 0 and no teacher trains the policy, or as `check_function` does. Imports neither torch nor the
-    user's file."""
+    weights are 0 and no teacher trains the policy, or if a user's file lacks its function. Imports neither
+    torch nor the user's file: the Grader does, and checks the function's parameters."""
     terms = terms_of(cfg)
     require(
         any(t.weight for t in terms) or (cfg.kl_coef > 0 and cfg.ref_model != ""),
@@ -239,15 +234,14 @@ def check_functions(cfg: Config) -> list[Term]:
         extract("", name)
     for term in terms:
         if term.custom:
-            check_function(term.custom, SCORE)
+            check_function(term.custom)
     if cfg.env:
-        check_function(cfg.env, TURN)
+        check_function(cfg.env)
     return terms
 
 
-def check_function(spec: str, known: Sequence[str]) -> None:
-    """Raises UserError if the file of FILE.py:FUNCTION lacks the function, or if one of its parameters has
-    neither a default nor a name in `known`."""
+def check_function(spec: str) -> None:
+    """Raises UserError if the file of FILE.py:FUNCTION does not exist, or lacks the function's name."""
     file, _, name = spec.rpartition(":")
     require(
         Path(file).is_file(),
@@ -261,21 +255,6 @@ def check_function(spec: str, known: Sequence[str]) -> None:
         f"no {name!r}{nearest(name, sorted(words))} in {file}",
         SPEC,
     )
-    with explained(f"{file} can't be imported", "a file of Python"):
-        statements = ast.parse(text).body
-    for node in statements:
-        if not isinstance(node, ast.FunctionDef) or node.name != name:
-            continue
-        # A decorator, or a line such as `score = partial(score, …)`, changes the parameters.
-        changed = node.decorator_list or re.search(rf"\b{name}\s*=", text)
-        if not changed:
-            names = [arg.arg for arg in node.args.args]
-            plain = max(0, len(names) - len(node.args.defaults))
-            wrong = [word for word in names[:plain] if word not in known]
-            needed = f"some of {', '.join(known)}"
-            if known is SCORE:
-                needed += RENAME  # it may be a function for verl or TRL
-            require(not wrong, f"{spec} has the parameters {', '.join(wrong)}", needed)
 
 
 # --- grading a file

@@ -65,6 +65,8 @@ WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it
 LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
+# How verl and TRL name them
+RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 MAKE = ["problem", "row", "seed"]  # parameters that the class of an environment with state may have
 # The server runs this file as the module __main__. Files in the project's folder, which may be the user's,
@@ -818,6 +820,8 @@ class Grader(AbstractContextManager):
                 f"can't use {server.spec} ({facts}); needed: {SPEC}, which can be imported, "
                 f"with parameters of these names: {' '.join(server.known)}"
             )
+            if server.known is SCORE:
+                self.failure += RENAME  # it may be a function for verl or TRL
         elif server.facts not in (None, facts):
             self.failure = (
                 f"{server.spec} was edited during the run, and a new grading server "

@@ -17,9 +17,8 @@ from test_turns import content, sampled
 
 from configs import UserError
 from grading.rows import problem_rows
-from grading.worker import SCORE, Grade, Grader, Reply
+from grading.worker import Grade, Grader, Reply
 from log import read_metrics
-from reward import check_function
 
 LOGGED = '''
 import os
@@ -345,12 +344,11 @@ def test_killed_resumed_and_carried_runs_of_verifiers_are_equal_to_the_undisturb
 def test_a_reward_of_another_library_is_told_the_new_names(tmp_path):
     (tmp_path / "r.py").write_text(
         "def trl(prompts, completions, ground_truth, **kwargs):\n    return [0.0]\n"
-        "def late(response, batch): pass\nlate = late\n"
         "def verl(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
         "def ours(response, ground_truth=None):\n    return 1.0\n")
-    for name, words in (("trl", "prompts, completions, ground_truth; needed: some of response, answer, "),
-                        ("verl", "solution_str, ground_truth; .*solution_str, completions: ")):
+    for name, parameter in ("trl", "prompts"), ("verl", "data_source"):
+        words = f"missing a required argument: '{parameter}'.*; needed: .* response answer .*solution_str, "
         with pytest.raises(UserError, match=words):
-            check_function(f"{tmp_path}/r.py:{name}", SCORE)
-    for name in ("ours", "late"):
-        check_function(f"{tmp_path}/r.py:{name}", SCORE)
+            Grader(customs=[f"{tmp_path}/r.py:{name}"])
+    with Grader(customs=[f"{tmp_path}/r.py:ours"]) as grader:
+        assert grader.functions[f"{tmp_path}/r.py:ours"].facts["names"] == ["response"]

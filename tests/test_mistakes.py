@@ -94,8 +94,6 @@ AT_ONCE = {
     "a step's name": ("orz-7b --profile last", "--profile is 'last'; needed: a whole number"),
     "a range without end": ("orz-7b --steps -3", "--steps is -3; needed: --steps from 0"),
     "verl's estimator": ("orz-7b algorithm.adv_estimator=gae", "(did you mean --advantage?); needed: one"),
-    "a parameter": (f"{RUN} --reward r.py:more", "r.py:more has the parameters batch; needed: some of"),
-    "a function's text": (f"{RUN} --reward cut.py:f", "cut.py can't be imported (Indentation"),
     "an adapter as model": ("tiny-grpo --model adapter", "adapter is the folder of a run or an adapter,"),
     "the demo before its model": ("tiny-ppo", "needed: python -m tools.tiny, which makes")}
 
@@ -141,8 +139,7 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the broken files and models that AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "r.py": "def score(response): pass\ndef more(response, batch): pass\n",
-             "cut.py": "def f(response):", "bare.txt": "Solve this.",
+    files = {"rows.jsonl": row, "r.py": "def score(response): pass\n", "bare.txt": "Solve this.",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n',
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
