@@ -533,6 +533,9 @@ def mean(values: Sequence[float]) -> float:
 
 # --- evaluation
 
+# Fields of Sample that samples/ and eval/ have, too
+SAVED = "prompt_id sample_id answer reward reason stopped score turns".split()
+
 
 def sample_row(
     s: Sample,
@@ -541,14 +544,8 @@ def sample_row(
 ) -> dict[str, Any]:
     """Returns the sample as one row of a file in samples/ or eval/, which reward.py can grade again.
     `save_logps` adds token ids and the engine's log-probs (nats)."""
-    row = dict(
-        prompt_id=s.prompt_id,
-        sample_id=s.sample_id,
-        answer=s.answer,
-        reward=s.reward,
-        reason=s.reason,
-        stopped=s.stopped,
-        score=s.score,
+    row = {name: getattr(s, name) for name in SAVED}
+    row |= dict(
         terms=s.entered,
         problem=problem.text,
         gold=problem.answer,
@@ -556,7 +553,6 @@ def sample_row(
         dataset=problem.dataset,
         response=s.text,
         tokens=len(s.ids),
-        turns=s.turns,
     )
     if problem.fields:
         row["row"] = problem.row_values
