@@ -26,7 +26,6 @@ import inspect
 import io
 import json
 import logging
-import math
 import os
 import queue
 import resource
@@ -56,8 +55,6 @@ MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
-CHUNK = 16  # maximum number of requests that a worker gets at once
-CHUNK_SECONDS = 0.2  # after this time, a worker returns the rest of its requests
 GATHER = 0.1  # seconds that a request may wait for others of its message
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
@@ -207,17 +204,6 @@ def _take_turn(make, names, texts, **values):
     return reply
 
 
-def _carry_out_first(requests, deadline):
-    """Returns the outcomes of the first requests: those that are done in CHUNK_SECONDS, and one more."""
-    end = time.monotonic() + CHUNK_SECONDS
-    outcomes = []
-    for request in requests:
-        outcomes.append(_carry_out(request, deadline))
-        if time.monotonic() > end:
-            break
-    return outcomes
-
-
 def _carry_out(request, deadline):
     """Returns the outcome of a request: (reward or Reply, reason, error message or None). A request that
     takes more than `deadline` CPU seconds ends this process."""
@@ -258,8 +244,8 @@ def _init_worker(connection):
 
 
 # --- in the server
-# Its messages are JSON. First it sends [[], facts or error message] (see `_import_function`). Then it
-# receives lists of [number, request], and sends [numbers, outcomes] (see `_carry_out`).
+# Its messages are JSON. First it sends [0, facts or error message] (see `_import_function`). Then it receives
+# lists of [number, request], and sends [number, outcome] (see `_carry_out`).
 
 
 def _import_function(spec, known):
@@ -384,57 +370,44 @@ def _outcome_of(error):
     return 0.0, "error", f"WorkerDied: {message}"
 
 
-def _dispatch(connection, workers, chunk, cpu, wall, has_state):
+def _dispatch(connection, workers, cpu, wall, has_state):
     """Receive requests, let workers carry them out, and send the outcomes.
 
-    chunk: maximum number of requests that a worker gets at once
     cpu, wall: seconds that a request may take
     has_state: whether a response's requests must all go to the same worker, which is not replaced"""
     import pebble
 
     lock = threading.Lock()
 
-    def schedule(numbered):
-        """Give requests to a worker. numbered: pairs (number, request as JSON)"""
-        # With has_state, `chunk` is 1, and all requests of a response have the same seed.
-        at = json.loads(numbered[0][1])["seed"] % workers if has_state else 0
-        requests = [request for _, request in numbered]
-        # The worker returns the outcomes of the first requests: those done in CHUNK_SECONDS, and one more.
+    def schedule(number, request):
+        """Give a request (JSON) to a worker. All requests of a response have the same seed."""
+        at = json.loads(request)["seed"] % workers if has_state else 0
         try:
-            future = pools[at].schedule(_carry_out_first, [requests, cpu], timeout=wall)
+            future = pools[at].schedule(_carry_out, [request, cpu], timeout=wall)
         except RuntimeError:  # someone has killed an idle worker
             _die()
-        future.add_done_callback(partial(done, numbered))
+        future.add_done_callback(partial(done, number))
 
-    def done(numbered, future):
-        """Send the outcomes of `numbered`, and schedule the requests that have none. pebble calls this when
-        `future` is done."""
+    def done(number, future):
+        """Send the outcome of a request. pebble calls this when `future` is done."""
         try:
-            outcomes = future.result()
+            outcome = future.result()
         except BaseException as error:  # pebble raises it if the worker died or timed out
-            # Of several requests, any may have ended the worker. So each of them is tried alone.
-            outcomes = [_outcome_of(error)] if len(numbered) == 1 else []
-        # `outcomes` is shorter than `numbered` if the worker stopped early to share its work, or has died.
-        numbers = [number for number, _ in numbered[: len(outcomes)]]
-        if numbers:
-            with lock:  # pebble calls `done` from several threads
-                _send(connection, numbers, outcomes)
-        for one in numbered[len(outcomes) :]:
-            schedule([one])
+            outcome = _outcome_of(error)
+        with lock:  # pebble calls `done` from several threads
+            _send(connection, number, outcome)
 
     context = get_context("fork")
     context.Process = _Worker
-    tasks = 0 if has_state else MAX_TASKS // chunk
+    tasks = 0 if has_state else MAX_TASKS
     size = 1 if has_state else workers
     pools = []
     for _ in range(workers // size):
         pools.append(pebble.ProcessPool(size, tasks, _init_worker, [connection], context))
     with suppress(EOFError, OSError):
         while True:
-            numbered = json.loads(connection.recv_bytes())
-            of_worker = min(chunk, math.ceil(len(numbered) / workers))
-            for first in range(0, len(numbered), of_worker):
-                schedule(numbered[first : first + of_worker])
+            for number, request in json.loads(connection.recv_bytes()):
+                schedule(number, request)
 
 
 def _send(connection, *message):
@@ -476,11 +449,11 @@ def serve(
         try:
             _function, facts = _import_function(spec, known)
         except (Exception, SystemExit) as error:
-            _send(connection, [], _message(error))
+            _send(connection, 0, _message(error))
             _die()
     else:
         _warm()
-    _send(connection, [], facts)
+    _send(connection, 0, facts)
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
     gc.freeze()
@@ -490,9 +463,7 @@ def serve(
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
     workers = facts["parallel"] or workers
-    # A function that waits needs all its workers, and an environment's text may be long.
-    chunk = 1 if _is_env or facts["seconds"] else CHUNK
-    _dispatch(connection, workers, chunk, cpu, wall, "texts" in facts["names"])
+    _dispatch(connection, workers, cpu, wall, "texts" in facts["names"])
     _die()
 
 
@@ -807,11 +778,10 @@ class Grader(AbstractContextManager):
                 server.heard = time.monotonic()
                 if message is None:
                     server.ended = True
-                elif not message[0]:
+                elif message[0] == 0:
                     self._imported(server, message[1])
                 else:
-                    for number, outcome in zip(*message, strict=True):
-                        self._receive(server, number, *outcome)
+                    self._receive(server, message[0], *message[1])
 
     def _imported(self, server, facts):
         """Store what a new server says about its function (see `_import_function`)."""
