@@ -55,7 +55,6 @@ MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
-GATHER = 0.1  # seconds that a request may wait for others of its message
 MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
@@ -245,7 +244,7 @@ def _init_worker(connection):
 
 # --- in the server
 # Its messages are JSON. First it sends [0, facts or error message] (see `_import_function`). Then it receives
-# lists of [number, request], and sends [number, outcome] (see `_carry_out`).
+# [number, request], and sends [number, outcome] (see `_carry_out`).
 
 
 def _import_function(spec, known):
@@ -406,8 +405,8 @@ def _dispatch(connection, workers, cpu, wall, has_state):
         pools.append(pebble.ProcessPool(size, tasks, _init_worker, [connection], context))
     with suppress(EOFError, OSError):
         while True:
-            for number, request in json.loads(connection.recv_bytes()):
-                schedule(number, request)
+            number, request = json.loads(connection.recv_bytes())
+            schedule(number, request)
 
 
 def _send(connection, *message):
@@ -471,20 +470,10 @@ def serve(
 # Two threads for each server send and receive, so the trainer never waits for a server that stands still.
 
 
-def _send_all(connection, outbox, hurry):
-    """Send the requests of the queue `outbox` up to None. One message has the requests of GATHER seconds,
-    because each message takes CPU time of the trainer and of the server.
-
-    hurry: while this event is set, requests are sent at once"""
-    numbered = []
-    while None not in numbered:
-        if numbered:
-            _send(connection, *numbered)
-        numbered = [outbox.get()]
-        hurry.wait(GATHER)
-        hurry.clear()
-        while not outbox.empty():
-            numbered.append(outbox.get())
+def _send_all(connection, outbox):
+    """Send each request of the queue `outbox`, up to None."""
+    for numbered in iter(outbox.get, None):
+        _send(connection, *numbered)
 
 
 def _receive_all(connection, server, process):
@@ -539,8 +528,7 @@ class _Server:
         )
         theirs.close()
         self.outbox = queue.SimpleQueue()
-        self.hurry = threading.Event()  # set: the trainer waits for the outcomes
-        _in_thread(_send_all, ours, self.outbox, self.hurry)
+        _in_thread(_send_all, ours, self.outbox)
         _in_thread(_receive_all, ours, self, self.process)
         self.ended = False  # whether it has closed the connection
         self.heard = time.monotonic()  # when its last message arrived
@@ -711,9 +699,6 @@ class Grader(AbstractContextManager):
         stalled is replaced, once."""
         told = time.monotonic()
         replaced = []
-        for server in self.servers:
-            if server.requests:
-                server.hurry.set()
         self._read(0)
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
             now = time.monotonic()

@@ -540,7 +540,7 @@ def test_a_killed_worker_fails_only_its_answer(custom):
     assert sum(g.reason == "correct" for g in grades.values()) >= 19
 
 
-def test_requests_of_one_message_fail_alone_and_each_is_called_once(custom):
+def test_requests_fail_alone_and_each_is_called_once(custom):
     spec = custom("""
         def score(response, answer, kind):
             open(__file__ + "calls", "a").write(response)
@@ -552,7 +552,7 @@ def test_requests_of_one_message_fail_alone_and_each_is_called_once(custom):
     calls = Path(f"{spec[:-6]}calls")
     with Grader(workers=1, customs=[spec], deadline=20) as grader:
         assert ready(grader, spec)
-        for responses in "abcd", "efxg":  # one message each
+        for responses in "abcd", "efxg":
             calls.write_text("")
             for response in responses:
                 grader.submit(response, response, "", True, custom=spec)
