@@ -284,28 +284,23 @@ def packed_attention(
 
 
 @cache
-def _varlen_attn():
-    """Returns torch's varlen_attn and its parameters, which differ between versions."""
-    from torch.nn.attention.varlen import varlen_attn
+def varlen_attn() -> Callable:
+    """Returns torch's varlen_attn, which may get fewer heads of keys than of queries. In torch 2.11, no flag
+    allows this."""
+    from torch.nn.attention import varlen
 
-    return varlen_attn, inspect.signature(varlen_attn).parameters
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+        return partial(varlen.varlen_attn, enable_gqa=True)
+    return varlen.varlen_attn
 
 
 def _varlen(segments, scaling, window, query, key, value):
     """Returns the attention output (S, H, d), computed by one kernel for all segments (see Segments)."""
-    varlen_attn, known = _varlen_attn()
     # (number of tokens before, number after); -1: no limit
     limits = (window - 1 if window else -1), 0
-    wanted = {"window_size": limits, "enable_gqa": True, "is_causal": True}
-    options = {name: x for name, x in wanted.items() if name in known}
-    require(
-        not window or "window_size" in options,
-        "varlen_attn lacks sliding windows",
-        "torch 2.13 or newer",
-    )
     cu = segments.cu_seqlens
     longest = segments.longest
-    return varlen_attn(
+    return varlen_attn()(
         query,
         key,
         value,
@@ -314,7 +309,7 @@ def _varlen(segments, scaling, window, query, key, value):
         longest,
         longest,
         scale=scaling,
-        **options,
+        window_size=limits,
     )
 
 

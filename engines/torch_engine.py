@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import configs
 from engine import Engine, Key
 from engines import vllm_engine
-from model import Policy, Segments, gated, rms_norm
+from model import Policy, Segments, gated, rms_norm, varlen_attn
 
 if torch.cuda.is_available():  # CPU builds of torch have no Triton
     import gpu_kernels
@@ -321,9 +321,7 @@ def head_size(config: Any) -> int:
 def paged_kernel() -> Callable:
     """Returns a function that computes attention over pages on a GPU: torch's, or vLLM's if torch has none.
     Raises UserError if there is neither."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if "block_table" in inspect.signature(varlen_attn).parameters:
+    if "block_table" in inspect.signature(varlen_attn()).parameters:
         return torch_kernel
     return vllm_engine.paged_kernel()
 
@@ -344,14 +342,10 @@ def torch_kernel(
     cu_seqlens (n + 1,): 0 to n. longest: largest number of tokens of a response
     window: number of tokens that a token attends to, itself included; None: no limit
     pages: seqused_k (n,): tokens of each response. block_table (n, width): pages of each response"""
-    from torch.nn.attention.varlen import varlen_attn
-
     # The last token attends to all tokens. Only without any limit does the kernel read keys and values once
     # for all query heads that share them.
-    limits = (-1, -1)
-    if window:
-        limits = (window - 1, 0)
-    return varlen_attn(
+    limits = (window - 1, 0) if window else (-1, -1)
+    return varlen_attn()(
         query,
         keys,
         values,
@@ -361,7 +355,6 @@ def torch_kernel(
         longest,
         scale=scaling,
         window_size=limits,
-        enable_gqa=True,
         **pages,
     )
 
