@@ -523,7 +523,7 @@ def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
 
 def gather_all(items: Iterable[T]) -> list[T]:
     """Returns one list with the items of all ranks, in rank order."""
-    return [item for of_rank in gather(list(items)) for item in of_rank]
+    return [*chain(*gather(list(items)))]
 
 
 def together(work: Callable[..., T], *args: Any) -> T:

@@ -312,7 +312,9 @@ def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarr
     found = np.zeros(vocabulary, bool)
     if not stop:
         return found
-    ends = {s[i:].lstrip(" ") for s in stop for i in range(len(s))}
+    ends = set()
+    for s in stop:
+        ends |= {s[i:].lstrip(" ") for i in range(len(s))}
     begins = "\N{REPLACEMENT CHARACTER}", *ends
     tokens = range(min(len(tokenizer), vocabulary))
     for token, text in enumerate(tokenizer.batch_decode([[i] for i in tokens])):

@@ -66,7 +66,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
     sets: the problems of each data file"""
     terms = terms_of(cfg)
-    there = {p.dataset.casefold() for problems in sets for p in problems}
+    there = {p.dataset.casefold() for p in itertools.chain(*sets)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
     of_presets = itertools.chain(*map(extractors, PRESETS.values()))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     last prompt has 300 tokens, or fewer if the run's maximum length is smaller. The cache stores only whole
     blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
-    tokens = [i for p in problems[:64] for i in p.ids]
+    tokens = [*chain(*(p.ids for p in problems[:64]))]
     prompts = [list(p.ids) for p in problems[:4]]
     prompts.append((tokens * 300)[:300])
     return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}

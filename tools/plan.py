@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -1353,7 +1353,7 @@ def main() -> None:
     world = cfg.ranks or 1
     prompts = 0
     with suppress(UserError):  # without the data, `prompts` is 0
-        prompts = sum(1 for path in cfg.data for _ in read_rows(path))
+        prompts = sum(1 for _ in chain(*map(read_rows, cfg.data)))
     check_ranks(cfg, world)
     paths = (cfg.model, cfg.critic_model, cfg.ref_model)
     shapes = [read_shape(path or cfg.model) for path in paths]
