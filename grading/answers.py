@@ -778,8 +778,6 @@ def _read_list(text, inner):
             return None
         parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
         parts[0] = parts[0].replace("=+", "=")
-    if not all(parts):
-        return None
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
     elements = _flat(inner(part.rstrip(",")) for part in parts)
     if all(e.kind == "named" and _is_name(e.parts[0]) for e in elements):
@@ -1512,10 +1510,12 @@ def _unordered(answer, gold, prove, same=_same):
         return alone and all(same(a, b, prove) for a in answer for b in gold)
     left = list(answer)
     for b in gold:
-        place = next((n for n, a in enumerate(left) if same(a, b, prove)), None)
-        if place is None:
+        for a in left:
+            if same(a, b, prove):
+                left.remove(a)
+                break
+        else:
             return False
-        del left[place]
     return True
 
 
