@@ -1248,7 +1248,7 @@ def _bag(text):
 
 def _same_family(answer, gold):
     r"""Returns whether two Readings have the same values for all integers k: \frac\pi4+\frac{k\pi}2 and
-    \frac{(2k+1)\pi}4. Each of their elements must grow steadily with k. Compares the values near 0."""
+    \frac{(2k+1)\pi}4. Each of their elements must grow steadily with k. Compares the values for k near 0."""
     name, answer = _parts(answer, "named", (None, answer))
     needed, gold = _parts(gold, "named", (None, gold))
     ours, theirs = ([r.text for r in _parts(side, "list", [side])] for side in (answer, gold))
@@ -1259,14 +1259,13 @@ def _same_family(answer, gold):
     if any(op.search(answer.text) and not op.search(gold.text) for op in OPERATIONS):
         return False
     undone, allowed = (set().union(*map(_calculations, texts)) for texts in (ours, theirs))
-    limit = 8 * max(abs(values[2] - values[0]) for values in others)
-    near = _near(others, limit)  # empty for 2023\pi+5k\pi
-    return undone <= allowed and near == _near(families, limit) != set()
+    return undone <= allowed and _covers(families, others) and _covers(others, families)
 
 
-def _near(families, limit):
-    """Returns the values of all families between -limit and limit, rounded."""
-    return {round(x, 6) for values in families for x in values if abs(x) < limit}
+def _covers(families, others):
+    """Returns whether the values of `others` for k near 0 are values of `families`."""
+    values = set(sum(families, []))
+    return all(values.issuperset(other[54:67]) for other in others)
 
 
 def _family(text):
@@ -1276,10 +1275,10 @@ def _family(text):
     if parsed is None or len(parsed.free_symbols) != 1 or re.search(r"\\(?:sum|prod|int)|!", text):
         return []
     try:
-        values = [float(parsed.subs(*parsed.free_symbols, k)) for k in range(-60, 61)]
+        values = [round(float(parsed.subs(*parsed.free_symbols, k)), 6) for k in range(-60, 61)]
     except (TypeError, OverflowError):  # no real numbers
         return []
-    steps = {round(b - a, 6) for a, b in zip(values, values[2:], strict=False)}
+    steps = {round(b - a, 4) for a, b in zip(values, values[2:], strict=False)}
     return values if len(steps) == 1 and steps != {0} else []
 
 
