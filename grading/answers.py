@@ -1406,9 +1406,8 @@ def _same_named(answer, gold, prove):
     bare, gold_bare = (INDEX.sub("", n or "") for n in (name, gold_name))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     names_agree = (
-        None in (name, gold_name)
-        or name in (gold_name, gold_bare)
-        or bare == gold_name
+        name in (None, gold_name, gold_bare)
+        or gold_name in (None, bare)
         or {name, gold_name} == {"y", "f(x)"}
     )
     kinds = {a.kind, b.kind}
@@ -1416,8 +1415,6 @@ def _same_named(answer, gold, prove):
         if len(kinds) == 1 and name and gold_name and name != gold_name:  # b>a equals a<b
             return prove(answer.text, gold.text)
         return _same(a, b, prove)
-    if not names_agree and not kinds <= {"number", "expression", "text"}:
-        return False
     # The gold answer x+y=5 may be the equation of a line, not the value of x+y. So the answer y=5-x is right,
     # and the answer 5 is wrong.
     if gold_name and (not _is_name(gold_name) or re.fullmatch("[a-z]{2,}", gold_name)):
@@ -1425,8 +1422,8 @@ def _same_named(answer, gold, prove):
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must still be
     # solved. But if the gold answer is the curve y=2x, the answer y-2x=0 is right.
     if not names_agree or "equation" in kinds:
-        letters = _variables(b.text) - {"e", "i"}
-        is_curve = bool(letters) and (letters | {gold_name}) <= set("Ctxyz")
+        letters = _variables(gold.text) - {"e", "i"}
+        is_curve = len(letters) > 1 and letters <= set("Ctxyz")
         return (not gold_name or is_curve) and _same_expression(answer, gold, prove)
     return _same(a, b, prove)
 
