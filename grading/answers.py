@@ -100,7 +100,6 @@ CHARACTERS = str.maketrans(CHARACTERS | {'"': "", "\0": "", "~": " "})
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
 # and \}, and the line break \\. In \\{, group 1 matches the brace.
 BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
-BARE_BOX = re.compile(r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])")  # \boxed 5
 # What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
@@ -149,7 +148,8 @@ def _boxed(text):
     r"""Returns the content of the last \boxed{}; "" if there is none. Boxes that
     are joined only by words such as "and" become one list: `\boxed{2} and \boxed{5}` gives "2; 5". The list
     is graded as one answer, so a response can't win by offering several."""
-    text = BARE_BOX.sub(r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))
+    bare = r"\\boxed(?:\s+|(?=\d))([^\s{}$\\]*[^\s{}$\\.,;:!?])"  # \boxed 5
+    text = re.sub(bare, r"\\boxed{\1}", text.replace(r"\fbox", r"\boxed"))
     parts = []
     next_start = len(text)
     for start, end, content in reversed(_boxes(text)):
@@ -272,8 +272,6 @@ TOKENS = (
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
-# A word inside \text{}
-LETTERS = re.compile(r"^[A-Z](?=\. )|[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ.]*|[^\W\d_A-Za-z]+")
 
 
 def _digits(match):
@@ -534,7 +532,8 @@ def normalise(text: str) -> str:
 def _token(match):
     if match["text"] is not None:
         text = re.sub(r"(?<!\\)\$|\\[,;:!]|\\text\{(\w+)\}", r" \1", match["text"])
-        return LETTERS.sub(_quoted, text.replace(r"\cdot", "*"))
+        words = r"^[A-Z](?=\. )|[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ.]*|[^\W\d_A-Za-z]+"
+        return re.sub(words, _quoted, text.replace(r"\cdot", "*"))
     if match["word"]:
         return _quoted(match) if _is_word(match) else match[0]
     return SPELLINGS.get(match[0].rstrip(), match[0])
@@ -659,7 +658,6 @@ DECIMAL = re.compile(
     r"(?:(?:[eE]|\*10\^)\{?([+-]?\d{1,3})\}?)?",
     re.ASCII,
 )
-FRAC = re.compile(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)")
 FRACTION = re.compile(
     r"([+-]?)(?:(\d{1,40}) )? ?([+-]?\d{1,40})[/:]([+-]?\d{1,40})(\\%)?", re.ASCII
 )
@@ -682,31 +680,20 @@ ENDS = (
     r"\((?:[^()]|\([^()]*\))*\)|\[[A-Z]\]",  # f(x), E[X]
 )
 NAME = re.compile(f"(?:{'|'.join(NAMES)})(?:{')?(?:'.join(ENDS)})?")
-QUOTIENT = re.compile(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$")
-ROOT = re.compile(r"(?<=[kmtxyz])_\{[\d,]+\}$")  # the _{1} of x_{1}, a root of an equation
-# The _{1} of a_{1}, the (A) of P(A)
-INDEX = re.compile(r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$")
 # Group 1 is a variable of a formula, with index and argument: x, a_{1}, f(1), AB, \alpha
 VARIABLE = re.compile(
     r"\\(?!(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|phi|omega)(?![a-z]))[A-Za-z]+"
     r"|[ei](?![_(])|((?:\\[a-z]+|[A-Z]{2,}|[A-Za-z])(?:_\{[^{}]*\})?'*(?:\([^()]*\))?)"
 )
-LETTER_RUN = re.compile(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?')
 MATRIX = re.compile(
     r"[(\[]?\\begin\{(cases|[pbBvV]?matrix)\}"
     r"((?:(?!matrix|cases).)*)\\end\{\1\}[)\]]?"
 )
-CASE = re.compile(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$')  # x^2,& "if" x>0
-ENCLOSED = re.compile(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])")
 # An opening bracket, a closing one, or a command or a sign that may separate parts
 MARK = re.compile(r"([({[]|\\\{|\\begin)|([])}]|\\\}|\\end)|\\(?:[A-Za-z]+|\\)|[,;:=<>&]")
 EQUAL = r"= \in \equiv \approx".split()
 RELATIONS = r"< > \le \ge \ne".split()
-ARTICLE = re.compile(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})")
-NOUNS = re.compile(r"( [a-z]{2,}[a-rt-z])s\b")
 PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
-LINEAR = re.compile(r"(?:(\d{1,9})\+)?(\d{1,9})[kmnt]([+-]\d{1,9})?")  # 7k+3
-RESIDUE = re.compile(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?")
 
 
 @lru_cache(64)
@@ -779,7 +766,7 @@ def _read_list(text, inner):
         named = sorted((e.parts for e in elements), key=lambda p: p[0].replace("\\", "~"))
         names, values = zip(*named, strict=True)
         # "x=1 or x=2" and "x_1=1, x_2=2" have no order. f(1)=1, f(2)=2 and a_1=1, a_2=2 have one.
-        bare = {ROOT.sub("", name) for name in names}
+        bare = {re.sub(r"(?<=[kmtxyz])_\{[\d,]+\}$", "", name) for name in names}
         if len(bare) == 1:
             value = Reading("list", text, _flat(values))
             if {v.kind for v in values} == {"intervals"}:
@@ -805,7 +792,8 @@ def _read_equation(text, inner):
     parts, found = _split(text, *EQUAL)
     if not found:
         return None
-    name = QUOTIENT.sub(r"\1\3:\2\4", parts[0])  # a ratio AB/CD has the name AB:CD
+    # a ratio AB/CD has the name AB:CD
+    name = re.sub(r"^\\frac\{(.*?)\}\{(.*)\}$|^([^/]*)/([^/]*)$", r"\1\3:\2\4", parts[0])
     right = text[len(parts[0] + found[0]) :].strip()
     if _is_name(name):
         return "named", (name, inner(right))
@@ -936,7 +924,7 @@ def _intersection(edges):
 
 
 def _read_brackets(text, inner):
-    match = ENCLOSED.fullmatch(text)
+    match = re.fullmatch(r"(\\\{|[(\[{])(.*?)(\\\}|[)\]}])", text)
     # (1)+(2) is not in brackets
     if not match or any(mark.end() < len(text) for mark in _marks(text)):
         return None
@@ -957,7 +945,9 @@ def _read_matrix(text, inner):
     kind, inside = match.groups()
     rows = []
     for row in filter(None, _split(inside, r"\\")[0]):
-        cells, _ = _split(CASE.sub(r"\1&\2", row) if kind == "cases" else row, "&")
+        if kind == "cases":  # x^2,& "if" x>0
+            row = re.sub(r'^(.+?) *(?:[,& ]*"(?:if|for|when)"|,?&|,) ?(.+?)[., ]*$', r"\1&\2", row)
+        cells, _ = _split(row, "&")
         rows.append(Reading("tuple", row, ("&", list(map(inner, cells)))))
     if not rows:
         return None
@@ -973,7 +963,7 @@ def _read_matrix(text, inner):
 def _read_text(text, inner):
     """Returns the Reading of one letter (not e or i), of capitals (AB), or of a text with words in quotes
     (5 "m"; `normalise` adds the quotes). None for any other text."""
-    if LETTER_RUN.fullmatch(text):
+    if re.fullmatch(r'[A-Z]{2,}|"?(?![ei])[A-Za-z]"?', text):
         return "text", text.strip('"')
     if '"' not in text:
         return None
@@ -982,7 +972,8 @@ def _read_text(text, inner):
     names = set(filter(str.isalpha, found))
     if not match or NO_UNIT & names or PART.search(match[2]):
         words = re.sub(r'[\s"]+', " ", text).strip().casefold()
-        words = NOUNS.sub(r"\1", ARTICLE.sub("", words)).split()
+        words = re.sub(r"\b(?:an?|the(?:re (?:is|are))?) (?=[a-z]{2})", "", words)
+        words = re.sub(r"( [a-z]{2,}[a-rt-z])s\b", r"\1", words).split()
         return "text", " ".join(ALIASES.get(word, word) for word in words)  # 2 h 30 min
     inside = inner(match[1])
     noun = ONE if inside.kind == "number" and abs(inside.parts.value) <= 1 else MANY
@@ -1000,7 +991,7 @@ def _read_scalar(text, inner):
         return "number", number
     if match := BASE.fullmatch(text):
         return "text", f"{match[1].lstrip('0')} base {BASES.get(match[2], match[2])}"
-    if match := RESIDUE.fullmatch(text):
+    if match := re.fullmatch(r"(.+?)\(?\\pmod ?\{?(\w+)\}?\)?", text):
         value = inner(match[1])
         if (
             value.kind == "number"
@@ -1030,7 +1021,7 @@ def _number(text):
             end = Fraction(f"{sign}{repeated}e{power - len(places)}")
             return Number(value + end / (10 ** len(repeated) - 1), None)
         return Number(value, max(len(places) - power, 0) if places else None)
-    match = FRACTION.fullmatch(FRAC.sub(r" \1/\2", text))
+    match = FRACTION.fullmatch(re.sub(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)", r" \1/\2", text))
     if not match:
         return None
     sign, mixed, *digits, percent = match.groups()
@@ -1189,8 +1180,6 @@ PARAMETERS = (
 CONSTANTS = set("ABCKck")
 # The signs before and after a formula in the text of a problem.
 FORMULA = re.compile(r"\$|\\[][()]|\\(?:begin|end)\{(?:align|equation|gather)\w*\*?\}")
-# What stands between the sides of a formula; also the number of (1) x=2
-SIDE = re.compile(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])")
 ORDERED = re.compile(
     r"(?i)(?:creas|scend)ing order|order of (?:in|de)creas"
     r"|\b(?:least|smallest|greatest|largest|lowest|highest) to\b"
@@ -1210,7 +1199,9 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     known = set()
     right = {_bag(part.rpartition("=")[2]) for part in golds}
     for formula in map(normalise, FORMULA.split(problem)):
-        sides = {_bag(side) for side in (formula, *SIDE.split(formula))}
+        # also without the number of (1) x=2
+        sides = re.split(r"^\(?\d\)|[=<>,;&]|\\(?:in|[gl]e)(?![a-z])", formula)
+        sides = {_bag(side) for side in (formula, *sides)}
         if not right & sides:
             known |= sides
     return all(
@@ -1346,7 +1337,7 @@ def _same(answer, gold, prove):
 
 def _as_residue(reading):
     r"""Returns the Reading of 3 \pmod 7 for that of 7k+3, and other Readings unchanged."""
-    match = LINEAR.fullmatch(reading.text)
+    match = re.fullmatch(r"(?:(\d{1,9})\+)?(\d{1,9})[kmnt]([+-]\d{1,9})?", reading.text)
     return read(rf"{match[1] or match[3] or 0}\pmod {match[2]}") if match else reading
 
 
@@ -1403,7 +1394,8 @@ def _same_named(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a name: x=5 equals 5 and x=5, but not y=5."""
     name, a = _parts(answer, "named", (None, answer))
     gold_name, b = _parts(gold, "named", (None, gold))
-    bare, gold_bare = (INDEX.sub("", n or "") for n in (name, gold_name))
+    index = r"(?<=[A-Za-z}])(?:_\{[^{}]*\}|\([^()]*\))+$"  # the _{1} of a_{1}, the (A) of P(A)
+    bare, gold_bare = (re.sub(index, "", n or "") for n in (name, gold_name))
     # The name x may stand for x_{1}, and x_{1} for x. But x_{2} is not x_{1}.
     names_agree = (
         name in (None, gold_name, gold_bare)
