@@ -693,7 +693,6 @@ MATRIX = re.compile(
 MARK = re.compile(r"([({[]|\\\{|\\begin)|([])}]|\\\}|\\end)|\\(?:[A-Za-z]+|\\)|[,;:=<>&]")
 EQUAL = r"= \in \equiv \approx".split()
 RELATIONS = r"< > \le \ge \ne".split()
-PLUS_MINUS = re.compile(r"\\pm(?![a-z]) ?")
 
 
 @lru_cache(64)
@@ -755,10 +754,10 @@ def _read_list(text, inner):
     if not found:
         parts, found = _split(text, ",")
     if not found:
-        if len(PLUS_MINUS.findall(text)) != 1 or text.startswith(r"\{"):
+        parts = re.split(r"\\pm(?![a-z]) ?", text)
+        if len(parts) != 2 or text.startswith(r"\{"):
             return None
-        parts = [PLUS_MINUS.sub(sign, text) for sign in "+-"]
-        parts[0] = parts[0].replace("=+", "=")
+        parts = [sign.join(parts).replace("=+", "=") for sign in "+-"]
     # A part such as 1\pm2 gives two elements. A part that is a set is one element.
     elements = _flat(inner(part.rstrip(",")) for part in parts)
     if all(e.kind == "named" and _is_name(e.parts[0]) for e in elements):
@@ -895,20 +894,14 @@ def _edges_of_list(reading):
     # `and` and commas join inequalities to one interval, `or` does not.
     joins = re.search(r"[<>]|\\[gl]e", reading.text) and ";" not in reading.text
     edges = []
-    points = []  # the edges at points that are left out, as by x\ne3
-    for part in reading.parts:
+    for part in sorted(reading.parts, key=lambda part: r"\ne" in part.text):
         found = _edges(part)
         if not found:
             return []
-        if r"\ne" in part.text:
-            points.append(found)
-            continue
-        edges += found
+        # x\ne3 has the edges (-oo 3) (3 oo). Beside other intervals, only 3) and (3 count.
+        edges += found[1:-1] if edges and r"\ne" in part.text else found
         if joins:
             edges = _intersection(edges)
-    # x\ne3 has the edges (-oo 3) (3 oo). Beside other intervals, only 3) and (3 count.
-    for found in points:
-        edges += found[1:-1] if edges else found
     return edges
 
 
