@@ -1660,18 +1660,10 @@ def _has_product(node):
 
     above, below = _factors(node)
     imaginary = sum(f.has(I) for f in above) > 1 or any(f.has(I) for f in below)
-    top, bottom = map(_numbers, (above, below))
+    top, bottom = ([f for f in side if f.is_rational and abs(f) != 1] for side in (above, below))
     several = len(top) > 1 or len(bottom) > 1
     cancels = bool(top and bottom) and (top[0] / bottom[0]).is_integer
     divides = any(not f.is_rational for f in below)
     powers = [f.as_base_exp() for f in above + below if not f.is_rational]
     bases = [base for base, exponent in powers if exponent != 1 or divides]
     return imaginary or several or cancels or len({*bases}) < len(bases)
-
-
-def _numbers(factors):
-    """Returns the rational factors except 1 and -1, and the complex ones except i."""
-    from sympy import I
-
-    rational = [f for f in factors if f.is_rational and abs(f) != 1]
-    return rational + [f for f in factors if f.is_number and f.has(I) and f != I]
