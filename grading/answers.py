@@ -103,7 +103,7 @@ BRACE = re.compile(r"\\\\(?!boxed)|\\[{}]|((?:\\boxed\s*)?\{)|(\})")
 # What may stand between two boxes of one answer, such as `and` or `, y=` (see `_boxed`).
 # (?>…) and *+ never try a second way to match, so the time is linear.
 BETWEEN_BOXES = re.compile(
-    r"(?>[\s,;$&和或]|\\(?:q?quad|lor|vee|cup|[,;:() ])|[a-z](?:_\d)? ?="
+    r"(?>[\s,;，、；$&和或]|\\(?:q?quad|lor|vee|cup|[,;:() ])|[a-z](?:_\d)? ?="
     r"|(?:\\text\s*\{\s*)?(?:and|or|as well as)\b(?:\s*\})?)*+"
 )
 STATED = re.compile(r"\banswer\**(?:[ \t]+is\b|[ \t]*:)[ \t]*:?", re.IGNORECASE)
@@ -361,6 +361,7 @@ TIDY = {
     r"^ ?([+-]?)\$ ?(?=-?[\d.])|\\\$": r'\1"dollars"',
     r"^ ?Rs\.? ?(?=\d)": '"Rs"',
     r'"per" ?"cent"|"per cent"': r"\\%",
+    r'"(gcd|lcm)" ?(?=\()': r"\\\1",
     r'(?<=[\d})]) *"to" *(?=[\d\\(])': ":",
     r"√ ?(\d+|\w|\([^()]*\)|\{[^{}]*\})": r"\\sqrt{\1}",
     r"\b([ap])\. ?m\b\.?": r'"\1m"',
@@ -462,8 +463,8 @@ TIDY = {
     r"(?:[\^_{}+*]|\\ge ?\d|>\d)*\)?$": "",
     rf"{BEFORE}[a-z]=[01](?:,\d){{0,3}},\\ldots ?\)?$": "",  # k=0,1,2,...
     # x=2, since y=1
-    r'(?<=[^,;( ])[,;(]? ?"(?:since|because|equality|(?:which is )?(?:attained|achieved|reached))\b'
-    r"(?!.*\b(?:answer|but)\b)[^,;]*$": "",
+    r'(?<=[^,;( ])[,;(]? ?"(?:since|because|(?:where )?equality'
+    r"|(?:which is )?(?:attained|achieved|reached))\b(?!.*\b(?:answer|but)\b)[^,;]*$": "",
     r'^"(?i:all|any|every)(?: positive)?(?: integers?| numbers?)?"? ?[a-z]? ?"? ?of the form" ?': "",
     # 1,5 \pmod 6
     r"(^|\\equiv )([^,;\\]+)[,;]([^,;\\(]+)(\(?\\pmod ?\{?\d+\}?\)?)$": r"\1\2\4,\3\4",
@@ -487,7 +488,7 @@ TIDY = {
     r"\\mathbb\{R\}": r"(-\\infty,\\infty)",
     r'"(?:is|are) the (?:(?:only|min\w+|max\w+) )?(?:answer|solution|value)s?"$': "",
     r'(?<=.) ?"only"\.?$': "",
-    r'(?<=\w) only"\.?$': '"',
+    r'(?<=\w)(?: only| condition|条件)"\.?$': '"',  # "sufficient condition"
     r'(?<![\w.})])("(?:dollars|euros|pounds|cents|yuan|Rs|USD)")\.? ?'
     r"(-?\d*\.?\d+(?:\*10\^\{\d+\})?)": r"\2 \1",
     r'("(\w+)")[,;](?=[\d.]+ "(?!\2)\w+"$)': r"\1 ",  # 2 hours and 30 minutes
@@ -615,7 +616,7 @@ UNIT_NAMES = (
     "radian rad; dollar usd 美元 доллар доллара долларов; cent; yuan 元; yen 円 日元",
     "euro 欧元 евро; rs rupee; rouble ruble руб рубль рубля рублей; шт штук штуки",
     "degc celsius; degf fahrenheit; n newton; j joule; w watt; v volt",
-    "pa pascal; am; pm; sq; unit; 个; 人; 种; furlong; zentner",
+    "pa pascal; am; pm; sq; unit; 个; 人; 种; 本; 张; 只; 支; 条; 块; 件; 辆; 棵; 页; 名; furlong; zentner",
 )
 ALIASES = {}
 for row in ";".join(UNIT_NAMES).split(";"):
@@ -1152,19 +1153,21 @@ def quick_grade(answer: str, gold: str, kind: str = "math", prove=_undecided) ->
     return None if prove is _undecided else _same_family(a, b)
 
 
-# The values that a parameter may have: all integers or some integers
+# The values that a parameter may have: all integers, or those from 0 or from 1. Natural numbers may
+# begin with either.
 IN = r"\\in ?\{?(?:\\(?:math(?:bb|bf|rm)|Bbb) ?\{?)?"
+NATURAL = rf"{IN}N|\bnatural\b"
 DOMAINS = {
     "Z": rf"{IN}Z(?!\w|\}}*[\^_+*>])|(?<!tive )\bintegers?\b",
-    "N": rf"{IN}(?:N|Z\}}*[\^_+*>])|\b(?:positive|natural|non-?negative)\b"
-    r"|[a-z] ?= ?[01], ?\d.*(?:dots|\.\.)|(?:\\ge|>) ?[01]\b",
+    "0": rf"{NATURAL}|\bnon-?negative\b|[a-z] ?= ?0, ?\d.*(?:dots|\.\.)|\\ge ?0\b",
+    "1": rf"{NATURAL}|{IN}Z\}}*[\^_+*>]|\bpositive\b|[a-z] ?= ?1, ?\d.*(?:dots|\.\.)|\\ge ?1\b|> ?0\b",
 }
 # Letters of parameters: the n of `2\pi n, n\in\mathbb{Z}`, of `2n for any integer n`, of `2n, where n is an
 # integer`, and of `(n,2n) (n\ge1)`; also the arguments of a function: the t of f(t)=2t
 LETTERS_OF = r"(?<![\w\\^*/+-])([a-zA-CK](?:(?:,| and ) *[a-zA-CK](?![a-z])){0,3})"
 PARAMETERS = (
     rf"{LETTERS_OF} *(?:\\in|∈|= ?[01],|(?:is|are|an?|any|arbitrary)\b)"
-    rf"|[,;(] *{LETTERS_OF} *(?:\\ge?q?|[>≥]) ?[01]"
+    rf"|(?:[,;(]|\bfor) *{LETTERS_OF} *(?:\\ge?q?|[>≥]) ?\d"
     r"|\b(?:any|every|all|some|arbitrary|constants?|(?:real|integer|number)s?),? "
     rf"{LETTERS_OF}(?![a-z])"
     r"|(?<![a-zA-Z\\])[a-zA-Z](?:\^-1)?\(([a-z](?:,[a-z])*)\) *="
@@ -1261,9 +1264,10 @@ def _family(text):
 
 
 def _domains(text):
-    """Returns the keys of DOMAINS whose patterns match an answer."""
+    """Returns the keys of DOMAINS whose patterns match an answer, and the 2 of the condition k\\ge 2."""
     plain = re.sub(r"\\geq?(?:slant)?(?![a-z])", r"\\ge", _plain(text))
-    return {name for name, pattern in DOMAINS.items() if re.search(pattern, plain)}
+    bounds = re.findall(r"[,;(}] *\$? *[kmn] ?\\ge ?([2-9])\b(?![./])", plain)
+    return {name for name, pattern in DOMAINS.items() if re.search(pattern, plain)} | {*bounds}
 
 
 def _renamed(answer, gold, a, b):
