@@ -1464,8 +1464,11 @@ def _same_number(answer, gold):
     a, b = answer.value, gold.value
     if answer.places == gold.places:
         return a == b
-    # A decimal may be a rounding of the other number: at most one part in a million away.
-    return abs(a - b) * 10**6 <= max(abs(a), abs(b))
+    places = [n.places for n in (answer, gold) if n.places is not None]
+    # A decimal may be a rounding of the other number: less than one unit of its last place away, and at most
+    # one part in a million.
+    difference = abs(a - b)
+    return difference * 10 ** min(places) < 1 and difference * 10**6 <= max(abs(a), abs(b))
 
 
 def _same_tuple(answer, gold, prove):
