@@ -97,6 +97,7 @@ class Cache:
         # table[j]: the pages of the response in slot j
         self.table = like.new_zeros(slots, width, dtype=torch.int32)
         self.unread: list[Response] = []  # responses whose prompts the next prefill must read
+        self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store the keys and values (T, Hkv, d) of T tokens. `self.at` has two tensors (T,): the page of each
@@ -107,8 +108,15 @@ class Cache:
         values[page, :, place] = value
 
     def prefilled(self) -> None:
-        """Finish `admit`, after the prefill."""
+        """Finish `admit`, after the prefill: fill the pages in `copies`."""
         self.unread = []
+        if not self.copies:
+            return
+        pairs = np.array([*self.copies.items()])
+        target, source = to_device(pairs, self.table.device).T
+        for cached in self.layers:
+            cached[:, target] = cached[:, source]
+        self.copies = {}
 
 
 class Pages(Cache):
@@ -133,8 +141,6 @@ class Pages(Cache):
         self.free = list(range(1, pages))
         self.uses = [0] * pages  # number of responses that have this page
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
-        self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
-        self.unread = []
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
@@ -166,17 +172,6 @@ class Pages(Cache):
                 self.free.append(page)
         if self.latest.get(r.prompt) is r:
             del self.latest[r.prompt]
-
-    def prefilled(self) -> None:
-        """Finish `admit`: fill the pages in `copies`."""
-        super().prefilled()
-        if not self.copies:
-            return
-        pairs = np.array([*self.copies.items()])
-        target, source = to_device(pairs, self.table.device).T
-        for cached in self.layers:
-            cached[:, target] = cached[:, source]
-        self.copies = {}
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
         """Begin a decoding step. Returns the slots that the model computes, and the rows of the slots in its
