@@ -5,11 +5,12 @@ pages of 4 tokens, two responses to the prompt `p q r s t u`, and one response t
 
     slot   sampled tokens   next input   its position   pages          page   tokens of the keys and values
     0      a b              b            7              1 2            0      scratch: for empty slots
-    1      c d              d            7              1 3            1      p q r s      full, shared
-    2      e f g            g            4              4 5            2      t u a .
-                                                                       3      t u c .
-                                                                       4      v w e f
-                                                                       5      . . . .
+    1      c d              d            7              3 4            1      p q r s
+    2      e f g            g            4              5 6            2      t u a .
+                                                                       3      p q r s      a copy of page 1
+                                                                       4      t u c .
+                                                                       5      v w e f
+                                                                       6      . . . .
 
 A decoding step reads the next input of each slot, stores its keys and values, and samples a token. The first
 input is the last token of the prompt. The host looks at the sampled tokens only after every LOOK steps: it
@@ -120,8 +121,8 @@ class Cache:
 
 
 class Pages(Cache):
-    """A cache whose responses keep their pages from the first step to the last. Responses to one prompt share
-    its full pages. Page 0 belongs to empty slots."""
+    """A cache whose responses keep their pages from the first step to the last. A prompt is read once: other
+    responses to it get copies of its pages. Page 0 belongs to empty slots."""
 
     def __init__(self, kernel: Callable, *sizes: Any) -> None:
         """kernel: a function like torch_kernel. sizes: see Cache"""
@@ -139,37 +140,28 @@ class Pages(Cache):
         """Forget all responses."""
         pages = self.layers[0].shape[1]
         self.free = list(range(1, pages))
-        self.uses = [0] * pages  # number of responses that have this page
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
-        other = self.latest.get(r.prompt)
-        full = r.prefix_len // self.size
-        shared = other.pages[:full] if other else []
-        tokens = r.prefix_len + r.limit
-        needed = math.ceil(tokens / self.size) - len(shared)
+        needed = math.ceil((r.prefix_len + r.limit) / self.size)
         left = len(self.free) - needed
         if left < 0:
             return False
-        r.pages = shared + self.free[left:]
+        r.pages = self.free[left:]
         del self.free[left:]
-        for page in r.pages:
-            self.uses[page] += 1
-        if other:  # the prompt's last tokens are in a page that the other response goes on to fill
-            source = other.pages[full]
-            page = r.pages[full]
-            self.copies[page] = self.copies.get(source, source)
+        other = self.latest.get(r.prompt)
+        if other:
+            count = math.ceil(r.prefix_len / self.size)  # pages with tokens of the prompt
+            for page, source in zip(r.pages[:count], other.pages[:count], strict=True):
+                self.copies[page] = self.copies.get(source, source)
         else:
             self.unread.append(r)
         self.latest[r.prompt] = r
         return True
 
     def release(self, r: Response) -> None:
-        for page in r.pages:
-            self.uses[page] -= 1
-            if self.uses[page] == 0:
-                self.free.append(page)
+        self.free += r.pages
         if self.latest.get(r.prompt) is r:
             del self.latest[r.prompt]
 
