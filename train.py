@@ -42,8 +42,9 @@ if __name__ == "__main__":
         CONFIG = parse()
         check_paths(CONFIG)
         check_functions(CONFIG)
-        starts = 0  # ranks that this process starts: 0 under torchrun
+        starts = 0  # number of ranks that this process starts; 0 under torchrun, which starts them
         if "RANK" not in os.environ:
+            # NODE is 8. If --ranks is larger, `check_ranks` fails and asks for torchrun.
             starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
             check_ranks(CONFIG, starts)
     set_allocator()
@@ -52,11 +53,11 @@ if __name__ == "__main__":
     if starts > 1:
         import dist  # not at the top: dist imports torch, which is slow
 
-        sys.exit(dist.launch(starts, CONFIG.grace))
+        sys.exit(dist.launch(starts, CONFIG.grace))  # exit status, or an error message
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and transformers …", flush=True)
 
-BEGIN = time.perf_counter()
+BEGIN = time.perf_counter()  # seconds
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ from rollout import (
 from tools import plan, report
 
 dist.SECONDS["start/imports"] = time.perf_counter() - BEGIN
-SAVED_PROMPTS = 8  # with --save_samples some
+SAVED_PROMPTS = 8  # number of a step's prompts that `--save_samples some` saves
 Minibatches = list[list[Pack]]  # one list of this rank's packs for each minibatch
 
 
@@ -135,8 +136,9 @@ def train(run: Run) -> bool:
     cfg = run.cfg
     policy = run.policy.model
     device = run.world.device
+    # `profiled` yields these steps, and profiles the step --profile.
     for step in dist.profiled(range(run.start, cfg.steps + 1), cfg.profile, run.log):
-        start = time.perf_counter()
+        began = time.perf_counter()
         meter = Meter(device)
         with run.engine.awake(dist.full_weights(policy, device), version=step):
             metrics = evaluate(run, step)
@@ -148,12 +150,12 @@ def train(run: Run) -> bool:
             stop(run, step)  # a resumed run samples this step again
             return False
         if step == cfg.steps:
-            if metrics:
+            if metrics:  # empty without evaluation sets
                 run.log.step(step, metrics)
                 log_errors(run, step)
             break
         with dist.phase("pack"):
-            if cfg.compares_samples:
+            if cfg.compares_samples:  # GRPO, except with --advantage return_whiten
                 samples = add_group_advantages(samples, cfg)
             minibatches = make_packs(samples, step, cfg, run.world, policy, meter)
             save_samples(run, step, batch, samples)
@@ -161,8 +163,9 @@ def train(run: Run) -> bool:
             learn(run, step, minibatches, meter)
         if cfg.refreshes_ref:
             refresh_ref(run, step)
-        run.carried = carried  # only now: a stop before saves what the previous step carried
-        if end_of_step(run, step, metrics, meter, start):
+        # Only now: an earlier `stop` saves the old run.carried, because this step will be sampled again.
+        run.carried = carried
+        if end_of_step(run, step, metrics, meter, began):
             stop(run, step + 1)
             return False
     return True
@@ -181,7 +184,7 @@ def learn(
     if ref:
         with dist.phase("ref"), resident(ref, world):
             minibatches = add_logp(minibatches, "ref_logp", ref, cfg)
-    if cfg.needs_old_logp:
+    if cfg.needs_old_logp:  # with several policy updates a step, or a KL term in the reward
         # None: the optimizer's state stays on the CPU (--offload)
         with dist.phase("old_logp"), dist.on_device(policy.model, None, world.device):
             minibatches = add_logp(minibatches, "old_logp", policy, cfg)
@@ -189,11 +192,11 @@ def learn(
         with dist.phase("critic"), resident(critic, world):
             minibatches = estimate_advantages(critic, minibatches, cfg, meter)
             train_role(critic, critic_pack_loss, minibatches, step, cfg, meter, run.log)
-    elif cfg.advantage == "return_whiten":
+    elif cfg.advantage == "return_whiten":  # REINFORCE++: returns without a critic
         minibatches = estimate_advantages(None, minibatches, cfg, meter)
     elif cfg.advantage == "group_mean_whiten":
         minibatches = whiten_advantages(minibatches)
-    if step >= cfg.freeze_policy_steps:
+    if step >= cfg.freeze_policy_steps:  # earlier steps train only the critic
         with dist.phase("policy"), resident(policy, world):
             train_role(policy, policy_pack_loss, minibatches, step, cfg, meter, run.log)
 
@@ -208,7 +211,8 @@ def refresh_ref(run: Run, step: int) -> None:
     """Copy the policy's weights to the reference model if an epoch (one pass over the prompts) ends in this
     step."""
     per_step = run.cfg.prompts_per_step
-    n = len(run.problems)
+    n = len(run.problems)  # prompts of an epoch
+    # Finished epochs after this step, and before it
     if (step + 1) * per_step // n > step * per_step // n:
         for old, new in zip(run.ref.model.parameters(), run.policy.model.parameters(), strict=True):
             old.copy_(new)
@@ -222,15 +226,16 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     """Evaluate the policy on all evaluation sets, and write its responses to eval/. Returns a dict:
     metric -> value. The dict is empty if no evaluation is due."""
     cfg = run.cfg
-    # The row of this step replaces the shorter run's last row, which has only an evaluation.
+    # A shorter run ended before this step. Its last row has only the evaluation of this step. A new row
+    # replaces it, so evaluate again.
     again = run.lengthened and step == run.start
     if not run.held_out or (step % cfg.eval_every and step < cfg.steps and not again):
         return {}
-    with run.log.bar("Eval", 0) as bar:
+    with run.log.bar("Eval", total=0) as bar:  # 0: a counter without a total
         scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step, bar.update)
     run.log.save_samples("eval", step, rows)
     metrics = {}
-    for name, of_set in scores.items():
+    for name, of_set in scores.items():  # of_set: metric -> value of each problem
         metrics |= {f"eval/{name}/{metric}": mean(values) for metric, values in of_set.items()}
     return metrics
 
@@ -249,15 +254,16 @@ def sample_step(
         batch, samples, carried = draw_and_carry(run, step, meter)
     else:
         batch = batch_at(run.problems, step, cfg, run.solved)
-        samples, carried = draw(run, dict(enumerate(batch)), (step,))
+        samples, carried = draw(run, dict(enumerate(batch)), seed=(step,))
     measure_samples(meter, samples, cfg)
     if cfg.skip_solved:
         meter.add("solved", len(run.solved), len(run.problems))
-    if dist.stop_requested():  # the samples are not complete
+    if dist.stop_requested():  # the samples are not complete; `train` will stop
         return batch, samples, carried
     if step == 0:
-        save_samples(run, step, batch, samples)  # now, because first_look may end the run
-        errors = run.grader.errors.values()
+        # Now, because first_look may end the run. `train` writes this file again, with advantages.
+        save_samples(run, step, batch, samples)
+        errors = run.grader.errors.values()  # messages
         first_look(cfg, run.tokenizer, batch, samples, run.log.say, errors)
     if cfg.resample_rounds:
         batch, samples = resample(run, step, batch, samples)
@@ -273,16 +279,18 @@ def draw_and_carry(
     ones. Together these are more than this step trains on. Returns the same three values as `sample_step`.
     The batch has only the prompts that this step trains on."""
     cfg = run.cfg
+    # The steps in which the carried trajectories began. Here, prompt_id is the prompt's number in the run.
     begun = dist.gather_all(step_of(s.prompt_id, cfg) for s in run.carried)
     problems = {}  # number of a prompt in the run -> its problem
     for begin in sorted({step, *begun}):
         batch = batch_at(run.problems, begin, cfg, run.solved)
         problems |= zip(numbers_at(begin, cfg), batch, strict=True)
-    samples, left = draw(run, problems, (step,), run.carried)
-    meter.add("carried", sum(not s.reason for s in left))
-    ages = [step - s.token_versions[s.is_sampled] for s in samples]
-    ages = np.concatenate([np.zeros(0), *ages])
+    samples, left = draw(run, problems, seed=(step,), carried=run.carried)
+    meter.add("carried", sum(not s.reason for s in left))  # no reason: unfinished, so not graded
+    ages = [step - s.token_versions[s.is_sampled] for s in samples]  # in steps, of each token
+    ages = np.concatenate([np.zeros(0), *ages])  # zeros(0): there may be no sample
     meter.add_mean_and_max("staleness", torch.from_numpy(ages))
+    # From here on, prompt_id is an index into the batch.
     numbers = sorted(set(dist.gather_all(s.prompt_id for s in samples)))
     samples = [replace(s, prompt_id=numbers.index(s.prompt_id)) for s in samples]
     return [problems[number] for number in numbers], samples, left
@@ -307,22 +315,22 @@ def draw(
         n,
         cfg.temperature,
         cfg.max_response_len,
-        (cfg.seed, TRAIN, *seed),
+        seed=(cfg.seed, TRAIN, *seed),
         version=step,
     )
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, sampling, bar.update, carried)
-    dist.together(run.grader.check)
-    if cfg.skip_solved:
+    dist.together(run.grader.check)  # raises UserError if a user's function can't be used
+    if cfg.skip_solved:  # the share of right samples from which a problem is solved
         solved = []
         for group in group_by_prompt(samples):
             right = sum(s.right for s in group)
             if right / n >= cfg.skip_solved:
                 solved.append(problems[group[0].prompt_id].index)
-        for i in dist.gather_all(solved):
+        for index in dist.gather_all(solved):
             # step + 1 is the first step that skips the problem. A run that is resumed before that step drops
             # the entry (guard.start.state_of), and solves the problem again.
-            run.solved.setdefault(i, step + 1)
+            run.solved.setdefault(index, step + 1)
     return shape_rewards(samples, cfg), left
 
 
@@ -349,7 +357,7 @@ def resample(
         others = replacement_batch(run.problems, step, round, cfg, run.solved)
         problems = {i: others[i] for i in uniform}
         batch = [problems.get(i, problem) for i, problem in enumerate(batch)]
-        drawn, _ = draw(run, problems, (step, round))
+        drawn, _ = draw(run, problems, seed=(step, round))
         if dist.stop_requested():  # `draw` was aborted on some rank
             return batch, samples
         kept = [s for s in samples if s.prompt_id not in uniform]
@@ -374,8 +382,8 @@ def save_samples(
     batch: list[Problem],
     samples: list[Sample],
 ) -> None:
-    """Write samples to samples/step_NNNNNN.jsonl. `--save_samples some` writes the first SAVED_PROMPTS
-    prompts of a step, every --eval_every steps (every 10 steps if --eval_every is 0)."""
+    """Write samples to samples/step_NNNNNN.jsonl. `--save_samples some` writes those of the first
+    SAVED_PROMPTS prompts, every --eval_every steps (every 10 steps if --eval_every is 0)."""
     cfg = run.cfg
     save_all = cfg.save_samples == "all"
     if not save_all and step % (cfg.eval_every or 10):
@@ -394,10 +402,12 @@ def save_samples(
 
 
 def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
-    """Returns the samples with the advantages from grpo.group_advantages. All samples of a prompt must be on
-    the same rank. With --drop_uniform, a prompt whose samples all have the same score is not in the loss."""
+    """Returns the samples with the advantages from grpo.group_advantages. `samples` must be ordered by
+    (prompt_id, sample_id), with all samples of a prompt on the same rank. With --drop_uniform, a prompt whose
+    samples all have the same score is not in the loss."""
     n = cfg.samples_per_prompt
     sizes = {len(group) for group in group_by_prompt(samples)}
+    # <=: `sizes` is empty on a rank without samples.
     assert sizes <= {n}, f"not {n} samples of each prompt: {sizes}"
     scores = torch.tensor([s.score for s in samples], dtype=torch.float64)
     scores = scores.view(-1, n)  # (P, n): P prompts
@@ -409,14 +419,14 @@ def add_group_advantages(samples: list[Sample], cfg: Config) -> list[Sample]:
         advantages = decoupled_advantages(samples, cfg)
     else:
         advantages = grpo.group_advantages(scores, cfg.advantage)
-    advantages = advantages.flatten()
-    kept = torch.ones(len(samples), dtype=torch.bool)
+    advantages = advantages.flatten()  # (P, n) -> one for each sample
+    kept = torch.ones(len(samples), dtype=torch.bool)  # which samples enter the loss
     if cfg.drop_uniform:
         kept = grpo.not_uniform(scores).repeat_interleave(n)
     if cfg.advantage in ("group_mean_batch_std", "group_each_std"):
         of_kept = advantages[kept]
         sums = torch.stack([kept.sum(), (of_kept * of_kept).sum()])
-        advantages /= grpo.batch_std(dist.all_sum(sums))
+        advantages /= grpo.batch_std(dist.all_sum(sums))  # standard deviation over all ranks
     changed = []
     for s, advantage, is_kept in zip(samples, advantages.tolist(), kept.tolist(), strict=True):
         changed.append(replace(s, advantage=advantage, in_loss=s.in_loss and is_kept))
@@ -429,6 +439,7 @@ def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
     caller divides it by `grpo.batch_std`."""
     total = 0
     for term in terms_of(cfg):
+        # `entered` has weighted values. It lacks a term that does not grade the sample: 0.
         values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
         rewards = torch.tensor(values, dtype=torch.float64)
         rewards = rewards.view(-1, cfg.samples_per_prompt)
@@ -449,27 +460,28 @@ def make_packs(
     # All ranks number the samples of all ranks in the same order, and compute the same layout.
     rows = []
     for s in samples:
-        trained = int(s.is_sampled.sum()) if s.in_loss else 0
-        rows.append((*s.key, s.length, trained))
+        loss_tokens = int(s.is_sampled.sum()) if s.in_loss else 0
+        rows.append((*s.key, s.length, loss_tokens))
     every = sorted(dist.gather_all(rows))
-    number = {row[:2]: i for i, row in enumerate(every)}
+    number = {row[:2]: i for i, row in enumerate(every)}  # (prompt_id, sample_id) -> its number
     prompts, _, lengths, trained = np.array(every).T
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     params = shape.policy_params
+    # A function: (tokens, sum of the samples' squared lengths) -> FLOP of a forward pass
     forward_flops = partial(plan.forward_flops, params, shape.attention_layers, shape.q)
-    cost = forward_flops(lengths, lengths**2)
+    cost = forward_flops(lengths, lengths**2)  # of each sample
     layout = assign(lengths, cost, prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
         samples = add_prompt_shares(samples, layout, prompts, trained)
     fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
-    mine = dist.balance(samples, number, layout)
+    mine = dist.balance(samples, number, layout)  # number -> sample
 
     def packed(indices):
         return pack([mine[i] for i in indices], fresh_step).to(world.device)
 
     minibatches = each([ranks[world.rank] for ranks in layout], packed)
     packs = [p for p in chain(*minibatches) if p.responses]  # only packs with a sample in the loss
-    unique = sum(len(p.unique) for p in packs)
+    unique = sum(len(p.unique) for p in packs)  # tokens, with shared prompts counted once
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))
     # A backward pass costs as much as two forward passes, or as one if the weights are frozen (--lora). The
@@ -497,9 +509,9 @@ def add_prompt_shares(
     trained: tokens in the loss of each sample of all ranks"""
     tokens = np.bincount(prompts, trained)  # of each prompt; a minibatch has whole prompts
     share = np.zeros(len(tokens))
-    for ranks in layout:
-        chosen = np.unique(prompts[list(chain(*chain(*ranks)))])
-        chosen = chosen[tokens[chosen] > 0]
+    for ranks in layout:  # ranks: one minibatch, [rank][pack] -> indices
+        chosen = np.unique(prompts[list(chain(*chain(*ranks)))])  # the prompts of the minibatch
+        chosen = chosen[tokens[chosen] > 0]  # without prompts that are not in the loss
         share[chosen] = 1 / (tokens[chosen] * len(chosen))
     return [replace(s, prompt_share=float(share[s.prompt_id])) for s in samples]
 
@@ -522,7 +534,7 @@ def add_logp(
     """Returns the minibatches with the role's log-probs in `field`: "old_logp" or "ref_logp"."""
 
     def added(p):
-        logp, _ = role.model(p, cfg.temperature)
+        logp, _ = role.model(p, cfg.temperature)  # _: the entropy
         return replace(p, **{field: logp})
 
     return each(minibatches, added)
@@ -546,6 +558,7 @@ def estimate_advantages(
             rewards = rewards - torch.where(p.mask, cfg.kl_coef * kl, 0)
         advantages, returns = ppo.gae(rewards, v, p.cu_seqlens, p.mask, cfg.gamma, cfg.lam)
         if critic:
+            # value_error is only for the metric explained_variance.
             measured = {"values": v, "returns": returns, "value_error": returns - v}
             for name, x in measured.items():
                 meter.add_values(name, x[p.loss_tokens])
@@ -559,7 +572,7 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
     of the step, on all ranks."""
     packs = chain(*minibatches)
     stats = sum(ppo.whitening_stats(p.advantages, p.mask) for p in packs)
-    stats = dist.all_sum(stats)
+    stats = dist.all_sum(stats)  # (3,): count, sum, sum of squares
 
     def whitened(p):
         return replace(p, advantages=ppo.whiten(p.advantages, p.mask, stats))
@@ -572,7 +585,8 @@ def whiten_advantages(minibatches: Minibatches) -> Minibatches:
 
 def updates_of(minibatches: Minibatches, count: int) -> Minibatches:
     """Returns `count` lists of packs, one for each update. If there are more minibatches than updates, an
-    update gets the packs of several neighbouring minibatches."""
+    update gets the packs of several neighbouring minibatches. The number of minibatches is a multiple of
+    `count`, because Config requires it."""
     size = len(minibatches) // count
     starts = range(0, count * size, size)
     return [list(chain(*minibatches[i : i + size])) for i in starts]
@@ -599,10 +613,11 @@ def train_role(
     updates = updates_of(minibatches, getattr(cfg, f"{role.name}_updates"))
     for n in range(cfg.passes_per_step):
         title = f"{role.name.title()} Train epoch [{n + 1}/{cfg.passes_per_step}]"
-        with log.bar(title, sum(map(len, updates))) as bar:
+        with log.bar(title, sum(map(len, updates))) as bar:  # the number of packs
+            # i: number of the update in the step, from 0
             for i, packs in enumerate(updates, n * len(updates)):
                 tokens, responses = counts(packs)
-                # Even without gradients, AdamW's momentum would move the weights.
+                # Skipped, because AdamW's momentum would move the weights even without gradients.
                 if tokens == 0:
                     log.alarm(
                         f"no token is in the loss of update {i + 1} of the {role.name}; it is skipped",
@@ -639,6 +654,7 @@ def critic_pack_loss(
         tokens,
         cfg.value_clip,
     )
+    # `loss` is a sum over tokens, divided by `tokens`. The meter needs the sum.
     meter.add("value_loss", loss * tokens, len(p.loss_tokens))
     return loss
 
@@ -653,15 +669,16 @@ def policy_pack_loss(
     # Without old_logp, this is the step's only update (Config.needs_old_logp).
     old = logp.detach() if p.old_logp is None else p.old_logp
     gap = (old - p.engine_logp).abs()
-    meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])
+    meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])  # only tokens of this step's weights
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
     low, high = cfg.mismatch_bounds
+    # importance (T,): ratio p_trainer / p_engine within the bounds; cut (T,): whether a bound changed it
     importance, cut = grpo.mismatch_weight(
         old, p.engine_logp, p.mask, segment, cfg.mismatch, low, high, logp, p.advantages
     )
     # With --mismatch none, the importance weights are only logged.
     correction = 1.0 if cfg.mismatch == "none" else importance
-    # The mean over tokens with PPO, also if the preset has another --aggregation.
+    # PPO takes the mean over tokens, also if the preset has another --aggregation.
     aggregation = cfg.aggregation if cfg.algo == "grpo" else "token"
     longest = cfg.max_response_len
     weights = grpo.token_weights(
@@ -697,7 +714,7 @@ def policy_pack_loss(
         loss = loss - cfg.entropy_coef * (entropy * weights).sum()
     for name, total in sums.items():
         meter.add(name, total, len(p.loss_tokens))
-    squares = importance * importance
+    squares = importance * importance  # for the variance, from which step_metrics computes "ess"
     meter.add("mismatch/mean", importance.sum(), len(p.loss_tokens), squares.sum())
     return loss
 
@@ -705,6 +722,7 @@ def policy_pack_loss(
 def check_gap(meter: Meter, cfg: Config) -> None:
     """Raises UserError if the mean of |trainer log-prob - engine log-prob| exceeds --max_logp_gap nats. Call
     this check before the policy's optimizer step, so that no gradient from wrong log-probs is applied."""
+    # i = 0: sum of the gaps; i = 1: number of tokens (see Meter.add)
     sums = torch.stack([meter.sums["logp_gap/mean", i] for i in (0, 1)])
     total, tokens = dist.all_sum(sums).tolist()
     gap = total / max(tokens, 1)
@@ -759,21 +777,23 @@ def end_of_step(
     step: int,
     metrics: dict[str, float],
     meter: Meter,
-    start: float,
+    began: float,
 ) -> bool:
     """Save a checkpoint if one is due, and write the step's metrics and alarms. Returns True if a stop was
     requested.
 
-    metrics: metrics of this step's evaluation. start: time.perf_counter() at the step's start"""
+    metrics: metrics of this step's evaluation, or {}
+    began: time.perf_counter() at the step's start, in seconds"""
     cfg = run.cfg
     log = run.log
-    done = step + 1
+    done = step + 1  # number of finished steps
+    # At the last step, `finish` saves.
     if cfg.save_every and done % cfg.save_every == 0 and done < cfg.steps:
         with dist.phase("save"):
             run.saver.save(done, run.carried)
-    metrics |= step_metrics(run, meter, start)
+    metrics |= step_metrics(run, meter, began)
     log.step(step, metrics)
-    if run.world.main and log.history:
+    if run.world.main and log.history:  # history: the rows of this step and of all earlier steps
         for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     log_errors(run, step)
@@ -787,17 +807,17 @@ def log_errors(run: Run, step: int) -> None:
         run.log.alarm(text, step)
 
 
-def step_metrics(run: Run, meter: Meter, start: float) -> dict[str, float]:
+def step_metrics(run: Run, meter: Meter, began: float) -> dict[str, float]:
     """Returns a dict: name -> value of each metric of the step, computed over all ranks.
 
-    start: time.perf_counter() at the step's start"""
+    began: time.perf_counter() at the step's start, in seconds"""
     world = run.world
     with dist.phase("report"):
         for name, value in run.engine.ledger.metrics().items():
             meter.add_max(name, value)
-        m = meter.reduce()
+        m = meter.reduce()  # m: metric -> value
 
-    variance = meter.variances
+    variance = meter.variances  # metric -> variance
     m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
     if "returns" in m:
         m["explained_variance"] = 0.0
@@ -805,16 +825,17 @@ def step_metrics(run: Run, meter: Meter, start: float) -> dict[str, float]:
             m["explained_variance"] = 1 - variance["value_error"] / variance["returns"]
         del m["value_error"]
     if m.get("mismatch/mean"):
+        # Effective sample size as a share of the tokens: mean² / mean of the squares
         square = m["mismatch/mean"] ** 2
         m["ess"] = square / (square + variance["mismatch/mean"])
-    seconds = time.perf_counter() - start
-    m |= {f"time/{name}": s for name, s in dist.SECONDS.items()}
+    seconds = time.perf_counter() - began
+    m |= {f"time/{name}": s for name, s in dist.SECONDS.items()}  # seconds of each phase
     dist.SECONDS.clear()
     m |= {"time/step": seconds, "tokens_per_s": m["tokens"] / seconds}
     m["tflops"] = m.pop("flops") / (seconds * world.size * 1e12)
     if world.device.type == "cuda":
-        peak = plan.gpu_of(torch.cuda.get_device_name(), 0).flops
-        if peak:
+        peak = plan.gpu_of(torch.cuda.get_device_name(), memory=0).flops  # FLOP a second
+        if peak:  # 0: an unknown GPU
             m["mfu"] = m["tflops"] * 1e12 / peak
     return m
 
