@@ -49,6 +49,7 @@ def shape_rewards(samples: Sequence[Sample], cfg: Config) -> list[Sample]:
     parts = [t for t in terms_of(cfg) if not t.is_grader]
     shaped = []
     for group in group_by_prompt(samples):
+        # reward part -> its value for each sample of the group
         values = {t: REWARD_PARTS[t.name](group, cfg) for t in parts}
         for i, s in enumerate(group):
             added = {t.name: t.weight * values[t][i] for t in parts}
@@ -66,6 +67,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
     sets: the problems of each data file"""
     terms = terms_of(cfg)
+    # Names of the rows' data sets, and of those in the flags. "": rows without one; in a flag, all data sets
     there = {p.dataset.casefold() for p in itertools.chain(*sets)}
     named = {t.dataset for t in terms} | extractors(cfg).keys()
     # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
@@ -78,6 +80,7 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     )
     for dataset in sorted(there):
         found = graders_of(dataset, terms)
+        # A grader with a `kind` is built in. None of these can grade ifeval.
         require(
             bool(found) and not (dataset.startswith("ifeval") and found[0].kind),
             f"--reward names no grader that can grade the rows of data set {dataset!r}",
@@ -86,7 +89,8 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
 
 def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
-    """Raises UserError if a prompt has a token for which the model has no embedding. `config`: the model's"""
+    """Raises UserError if a prompt has a token for which the model has no embedding. config: the model's
+    config"""
     for p in itertools.chain(*sets):
         require(
             max(p.ids) < config.vocab_size,
@@ -101,14 +105,14 @@ def check_tokens(sets: Iterable[Sequence[Problem]], config: Any) -> None:
 
 
 class Sampling(NamedTuple):
-    """How a rollout samples its responses. temperature, seed, version, top_p: see Engine.generate"""
+    """How a rollout samples its responses."""
 
     n: int  # number of responses to each problem
-    temperature: float
+    temperature: float  # 0: greedy
     max_tokens: int  # largest number of tokens of a response
-    seed: tuple[int, ...]
-    version: int
-    top_p: float = 1.0
+    seed: tuple[int, ...]  # a response's random numbers depend on it and on the response's key
+    version: int  # the step whose weights the engine has
+    top_p: float = 1.0  # nucleus sampling; 1: all tokens
 
 
 @dataclass(eq=False)
@@ -120,16 +124,18 @@ class Trajectories:
     grader: Grader
     problems: Mapping[int, Problem]  # prompt_id -> problem, for the prompts of all ranks
     sampling: Sampling
-    progress: Callable
+    progress: Callable  # called when a turn ends
     round_len: int  # largest number of new tokens of a trajectory in one round; 0: no limit
     carries: bool  # whether unfinished trajectories go on in the next step (--carry, in training)
     rounds: int = 0  # number of finished rounds
-    open: dict[Key, Sample] = field(default_factory=dict)  # unfinished; their text: finished turns
+    # Unfinished. Sample.text has only the finished turns, not the turn that the engine is sampling.
+    open: dict[Key, Sample] = field(default_factory=dict)
     # The environment (--env) has not replied to the last turn yet.
     waiting: dict[Key, Sample] = field(default_factory=dict)
-    finished: dict[Key, Sample] = field(default_factory=dict)  # graded if Sample.grader is set
-    # What the grader has returned: (prompt_id, sample_id) -> the environment's Reply;
-    # (prompt_id, sample_id, i) -> the Grade of the i-th term of `graders_of`
+    finished: dict[Key, Sample] = field(default_factory=dict)  # graded if Sample.grader is not ""
+    # What `grader` has returned, for two kinds of keys:
+    # (prompt_id, sample_id) -> the environment's Reply
+    # (prompt_id, sample_id, i) -> the Grade of the i-th term in the list that `graders_of` returns
     results: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -141,11 +147,11 @@ class Trajectories:
         """Add new trajectories with empty responses."""
         ids = np.zeros(0, np.int32)
         logp = np.zeros(0, np.float32)
-        for i, j in keys:
-            prompt = self.problems[i].ids
-            self.open[i, j] = Sample(
-                i,
-                j,
+        for prompt_id, sample_id in keys:
+            prompt = self.problems[prompt_id].ids
+            self.open[prompt_id, sample_id] = Sample(
+                prompt_id,
+                sample_id,
                 prompt,
                 ids,
                 logp,
@@ -172,17 +178,17 @@ class Trajectories:
     def sample_round(self) -> None:
         """Continue each unfinished trajectory up to the end of its turn, by at most `round_len` tokens. A
         signal may abort the round (see Engine.goes_on)."""
-        before = dict(self.open)
+        before = dict(self.open)  # the trajectories as they are before this round
         sampling = self.sampling
         seed = sampling.seed
-        requests = {}
-        limits = {}
+        requests = {}  # key -> tokens of prompt and response so far
+        limits = {}  # key -> largest number of new tokens
         for key, s in before.items():
             requests[key] = (*s.prompt, *s.ids.tolist())
             limits[key] = min(self._left(s), self.round_len or sampling.max_tokens)
-        if self.rounds:
+        if self.rounds:  # later rounds need other random numbers than the first
             seed = (*seed, ROUND, self.rounds + 1)
-        for s in self.engine.generate(
+        for new in self.engine.generate(  # new: a Sample with only the new tokens
             requests,
             limits,
             sampling.temperature,
@@ -190,28 +196,29 @@ class Trajectories:
             sampling.version,
             sampling.top_p,
         ):
-            if self._take(before[s.key], s):
+            if self._take(before[new.key], new):
                 self.progress()
-        if self.waiting:
+        if self.waiting:  # the engine is idle while the environments reply
             self.results |= self.grader.results()
             for key in sorted(self.waiting):
                 self._continue(self.waiting.pop(key), self.results.pop(key))
         self.rounds += 1
 
     def _take(self, before, new):
-        """Append `new`, the tokens of this round, to the trajectory `before`. Returns True if the turn
-        ended."""
+        """Append `new`, the tokens of this round, to the trajectory `before`. Put the result into `open`,
+        `waiting` or `finished`. Returns True if the turn ended."""
         s = self._join(before, new) if len(before.ids) else new
         del self.open[s.key]
         if not s.stopped and self._left(s) > 0:
-            self.open[s.key] = replace(s, text=before.text)  # as `_join` needs it
+            # Without the unfinished turn's text, because the next `_join` decodes the whole turn.
+            self.open[s.key] = replace(s, text=before.text)
             return False
         if self.cfg.env and s.stopped:
             self.waiting[s.key] = s
             problem = self.problems[s.prompt_id]
             self.grader.ask(
                 s.key,
-                s.turn_texts[::2],
+                s.turn_texts[::2],  # the policy's turns, without the environment's texts
                 seed=self._seed(s),
                 problem=problem.text,
                 row=problem.row_values,
@@ -223,10 +230,11 @@ class Trajectories:
     def _join(self, before, new):
         """Returns `before` with the tokens of `new`. The text of `before` ends with its last finished turn,
         so the text of the unfinished turn is made again."""
-        turn = before.ids[before.turn_start :]
+        turn = before.ids[before.turn_start :]  # tokens of the unfinished turn
         text = new.text
         if len(turn):
             # The engine does not see a stop string that began in an earlier round. So cut after it here.
+            # count: number of tokens to keep; 0: all
             count = first_stop(turn, new.ids, self.cfg.stop, self.engine.tokenizer)
             if count:
                 new = replace(
@@ -244,16 +252,18 @@ class Trajectories:
         response continues in a later step."""
         seed = self.sampling.seed
         if self.carries:
-            seed = seed[:2]  # without the step, because a prompt_id is unique in the whole run
+            # (cfg.seed, TRAIN), without the step. A prompt_id is unique in the whole run.
+            seed = seed[:2]
         return random.Random(f"{seed} {s.key}").getrandbits(48)
 
     def _complete(self, s):
         """Put `s` into `finished`, and submit it to the graders of its data set."""
         if self.cfg.env:
-            self.grader.release(self._seed(s))
+            self.grader.release(self._seed(s))  # the environment's state is not needed any more
         problem = self.problems[s.prompt_id]
         self.finished[s.key] = s
         extractor = self.extractors.get(problem.dataset.casefold(), self.extractors[""])
+        # The argument `sample` of a reward function
         facts = {"tokens": len(s.ids), "turns": s.turns, "stopped": s.stopped}
         for i, term in enumerate(graders_of(problem.dataset, self.terms)):
             self.grader.submit(
@@ -283,11 +293,12 @@ class Trajectories:
             return self._complete(s)
         ids = self.engine.tokenizer(reply.text, add_special_tokens=False).input_ids
         # A text that fits into no response, or a token without an embedding, is an error of the environment.
-        most, known = self.sampling.max_tokens, self.engine.config.vocab_size
-        if len(ids) >= most or max(ids, default=0) >= known:
+        most = self.sampling.max_tokens
+        vocabulary = self.engine.config.vocab_size
+        if len(ids) >= most or max(ids, default=0) >= vocabulary:
             self.grader.errors["Flood", self.cfg.env] = (
                 f"Flood: the environment's text has {len(ids)} tokens, the largest is {max(ids)}; needed: "
-                f"fewer tokens than a response may have ({most}), all of them below {known}"
+                f"fewer tokens than a response may have ({most}), all of them below {vocabulary}"
             )
             return self._complete(replace(s, reason="error"))
         # No room for another turn: drop the text, and end the trajectory as truncated.
@@ -310,11 +321,11 @@ class Trajectories:
         sample_id)."""
         self.results |= self.grader.results()
         for key, s in self.finished.items():
-            if s.grader:
+            if s.grader:  # graded in an earlier step (--carry)
                 continue
             terms = graders_of(self.problems[s.prompt_id].dataset, self.terms)
             grades = {t: self.results[*key, i] for i, t in enumerate(terms)}
-            first = terms[0]
+            first = terms[0]  # the grader that decides whether the response is right
             reward, reason, answer = grades[first]
             if s.reason:  # the environment failed
                 reward = 0.0
@@ -375,8 +386,8 @@ def rollout(
     if dist.stop_requested():  # some ranks have aborted
         return [], []
     samples = []
-    left = list(trajectories.open.values())  # with --carry, for later steps
-    for s in trajectories.grades():
+    left = list(trajectories.open.values())  # with --carry, for later steps; without it, empty
+    for s in trajectories.grades():  # finished samples that are not in `chosen` also wait
         place = samples if s.key in chosen else left
         place.append(s)
     if not sampling.temperature:  # greedy: copy the only sample of each prompt
@@ -391,18 +402,18 @@ def begin_and_move(trajectories: Trajectories) -> None:
     must call this function together."""
     engine = trajectories.engine
     sampling = trajectories.sampling
-    # With --carry, `problems` also has the prompts of carried samples. These prompts get no new samples.
-    begun = trajectories.problems
-    old = []
+    begun = trajectories.problems  # prompt_ids that get new samples
+    old = []  # keys of the carried unfinished trajectories of all ranks
     if trajectories.carries:
+        # `problems` also has the prompts of carried samples. These prompts get no new samples.
         begun = [i for i in begun if step_of(i, engine.cfg) == sampling.version]
-        old = dist.gather_all(trajectories.open)  # from all ranks
+        old = dist.gather_all(trajectories.open)
     # At temperature 0, all samples of a prompt are equal, so one is enough.
     samples = range(sampling.n if sampling.temperature else 1)
     new = list(itertools.product(begun, samples))
     home = {}  # key -> rank
-    for at, key in enumerate(sorted(new + old)):
-        home[key] = at % engine.ranks
+    for position, key in enumerate(sorted(new + old)):
+        home[key] = position % engine.ranks
     trajectories.begin(k for k in new if home[k] == engine.rank)
     # `home` does not depend on where trajectories are now, so a resumed run moves them to the same ranks.
     if trajectories.carries:
@@ -419,13 +430,15 @@ def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
         trajectories.sample_round()
         stops = not trajectories.engine.goes_on()
         # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
+        # stop_requested() is the same on all ranks.
         if in_lockstep:
             stops = dist.stop_requested()
         if stops:
             return None
+        # Each list has one list of keys for each rank.
         open_keys = gather(sorted(trajectories.open))
         finished = gather(list(trajectories.finished))
-        unfinished = {i for i, _ in itertools.chain(*open_keys)}
+        unfinished = {prompt_id for prompt_id, _ in itertools.chain(*open_keys)}
         chosen = choose(trajectories, sorted(itertools.chain(*finished)), unfinished)
         if chosen is not None:
             return chosen
@@ -450,6 +463,7 @@ def choose(
     if any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished):
         return None
     # If the samples of a prompt are compared, none of them is ready before all are complete.
+    # k[0]: prompt_id
     ready = [k for k in finished if not (cfg.compares_samples and k[0] in unfinished)]
     if len(ready) < cfg.samples_per_step:
         return None
@@ -468,7 +482,7 @@ def moves(held: Sequence[Sequence[Key]]) -> dict[Key, int]:
     numbers of unfinished trajectories differ by at most 1.
 
     held[r]: keys of the unfinished trajectories on rank r"""
-    keys = [list(of_rank) for of_rank in held]
+    keys = [list(of_rank) for of_rank in held]  # `held` after the moves so far
     target = {}
     while True:
         fullest = max(keys, key=len)
@@ -496,7 +510,7 @@ def accuracy(group: Sequence[Sample], n: int) -> dict[str, float]:
     right = sum(s.right for s in group)
     metrics = {f"avg@{n}": sum(s.reward for s in group) / n}
     powers = {2**i for i in range(1, n.bit_length())}
-    for k in sorted(powers | {n} - {1}):
+    for k in sorted(powers | ({n} - {1})):  # pass@1 is left out
         metrics[f"pass@{k}"] = pass_at(k, n, right)
     if n > 2:
         metrics[f"maj@{n}"] = majority(group)
@@ -517,10 +531,15 @@ def majority(group: Sequence[Sample]) -> float:
     count as one answer. Wrong answers are equal if their texts are; wrong responses without an answer do not
     count."""
     right = {s.answer for s in group if s.right}
-    # True stands for all right answers. A right response has none if its --reward or --env reads none.
-    votes = Counter(
-        s.right or s.answer in right or s.answer for s in group if s.right or s.answer is not None
-    )
+    # A right response has the answer None if its --reward or --env reads none. A wrong response without an
+    # answer must not count as right.
+    right.discard(None)
+    votes = Counter()  # answer -> number of responses; True stands for all right answers
+    for s in group:
+        if s.right or s.answer in right:
+            votes[True] += 1
+        elif s.answer is not None:
+            votes[s.answer] += 1
     most = max(votes.values(), default=0)
     top = [answer for answer, count in votes.items() if count == most]
     return 1 / len(top) if True in top else 0.0
@@ -533,7 +552,7 @@ def mean(values: Sequence[float]) -> float:
 
 # --- evaluation
 
-# Fields of Sample that samples/ and eval/ have, too
+# Fields of Sample that the rows of samples/ and eval/ have under the same names
 SAVED = "prompt_id sample_id answer reward reason stopped score turns".split()
 
 
@@ -579,8 +598,8 @@ def load_sets(
             tokenizer,
             cfg,
             say,
-            cfg.engine_len,
-            keep_fields,
+            longest=cfg.engine_len,
+            keep_fields=keep_fields,
         )
     return sets
 
@@ -592,15 +611,16 @@ def set_names(paths: Sequence[str]) -> list[str]:
     eval_sets/aime2024.json                          aime2024
     gsm8k/test.jsonl math/test.jsonl                 gsm8k-test math-test
     openai/gsm8k:main/test-00000-of-00001.parquet    gsm8k-test"""
-    parts = []
+    parts = []  # for each path, its folders and the file's name without its end
     for path in paths:
-        repo, _, file = path.rpartition(":")
+        repo, _, file = path.rpartition(":")  # repo: OWNER/NAME of the Hub, or ""
         stem = Path(file).stem.removesuffix("-00000-of-00001")
         if repo:
             stem = f"{Path(repo).name}-{stem}"
         folder = Path(repo).parent / Path(file).parent
         inside = folder.relative_to(folder.anchor)  # without the root "/"
         parts.append([*inside.parts, stem])
+    # Use the last n parts of each path, with the smallest n that gives different names.
     for n in range(1, 1 + max(map(len, parts), default=1)):
         names = ["-".join(part[-n:]) for part in parts]
         if len(set(names)) == len(names):
@@ -626,7 +646,8 @@ def score_sets(
     step: the training step whose weights the engine holds"""
     scores = {}
     rows = []
-    many = itertools.cycle(cfg.eval_samples)
+    # Each set has its own value of these two flags. If there are fewer values than sets, they repeat.
+    many = itertools.cycle(cfg.eval_samples)  # numbers of samples of a problem
     temperatures = itertools.cycle(cfg.eval_temperature)
     for (name, problems), n, temperature in zip(sets.items(), many, temperatures, strict=False):
         # The name, not the position: an added evaluation set changes no response of the others.
@@ -642,7 +663,7 @@ def score_sets(
         )
         numbered = dict(enumerate(problems))
         samples, _ = rollout(engine, grader, numbered, sampling, progress)
-        dist.together(grader.check)
+        dist.together(grader.check)  # raises UserError if a user's function can't be used
         scores[name] = gather_scores(samples, n)
         mine = [sample_row(s, problems[s.prompt_id], cfg.save_logps) for s in samples]
         rows += dist.gather_rows([{"set": name} | row for row in mine])
@@ -654,6 +675,7 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems of all ranks, ordered by prompt_id."""
     mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
+    # sorted by prompt_id
     for _, metrics in sorted(dist.gather_all(mine)):  # no two have the same prompt_id
         for metric, value in metrics.items():
             scores[metric].append(value)
@@ -674,8 +696,8 @@ def make_engine(
 ) -> Engine:
     """Returns a new engine for the model folder `path`. Raises UserError if it can't run this model."""
     check_engine_flags(path, cfg, device)
-    engine = ENGINES[cfg.engine_kind(device.type == "cuda")]
-    return engine(path, tokenizer, cfg, device, dtype)
+    engine_class = ENGINES[cfg.engine_kind(device.type == "cuda")]
+    return engine_class(path, tokenizer, cfg, device, dtype)
 
 
 def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
@@ -694,10 +716,10 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
         f"--engine {kind} can't decode {path}, a model with recurrent states",
         "--engine vllm, on a CPU with --dtype bfloat16, which vllm's kernels take",
     )
-    known = max_positions(config)
+    positions = max_positions(config)
     require(
-        cfg.engine_len <= known,
-        f"{path} has {known:,} positions, and a prompt with its response may "
+        cfg.engine_len <= positions,
+        f"{path} has {positions:,} positions, and a prompt with its response may "
         f"take {cfg.engine_len:,}",
         "smaller --max_response_len and --eval_response_len, or another --model",
     )
@@ -706,13 +728,13 @@ def check_engine_flags(path: str, cfg: Config, device: torch.device) -> None:
 def max_positions(config: Any) -> float:
     """Returns the longest sequence that the model supports, in tokens, or infinity if the config does not
     name a limit."""
-    known = getattr(config, "max_position_embeddings", None) or math.inf
-    rope, *others = ropes(config)
-    original = rope.get("original_max_position_embeddings") or known
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    rope, *others = ropes(config)  # parameters of each rotary embedding (RoPE)
+    original = rope.get("original_max_position_embeddings") or limit  # before scaling
     # With several RoPEs, max_position_embeddings is already the length after scaling.
     if not others and rope.get("rope_type") in ("linear", "yarn"):
-        return max(known, original * rope.get("factor", 1))
-    return known
+        return max(limit, original * rope.get("factor", 1))
+    return limit
 
 
 def make_grader(cfg: Config, say: Say = print) -> Grader:
@@ -723,5 +745,5 @@ def make_grader(cfg: Config, say: Say = print) -> Grader:
         [t.custom for t in check_functions(cfg) if t.custom],
         cfg.env,
         say,
-        dist.stop_signal,
+        stop=dist.stop_signal,  # a signal puts an entry into this list, and ends the wait for grades
     )
