@@ -42,19 +42,19 @@ WAIT = 10.0  # seconds after which a rank says for which ranks it waits
 # guard.watch ends hung runs earlier.
 LONGEST_WAIT = datetime.timedelta(days=1)
 Device = torch.device | str
-# [minibatch][rank][pack]: indices among the samples of all ranks
+# layout[minibatch][rank][pack]: indices of the pack's samples among the samples of all ranks
 Layout = list[list[list[list[int]]]]
 Weights = Iterable[tuple[str, Tensor]]  # name and whole tensor of each parameter
-# Parameters of Qwen3.5's delta nets that stay fp32 in every computation. bf16 would round the rate at which a
-# state decays by up to 0.8 %.
+# Last parts of the names of parameters that stay fp32 in every computation. Only Qwen3.5's delta nets have
+# them. bf16 would round the rate at which a state decays by up to 0.8 %.
 FP32 = ("A_log", "dt_bias")
 
 
 @dataclass(frozen=True)
 class World:
-    rank: int
-    size: int
-    device: torch.device
+    rank: int  # of this process, from 0
+    size: int  # number of ranks
+    device: torch.device  # of this rank
     dtype: torch.dtype  # of compute and all-gathers
 
     @property
@@ -70,7 +70,7 @@ def launch(ranks: int, grace: float) -> int | str:
     from torch.distributed import run  # imported here, because only this function needs torchrun
     from torch.distributed.elastic.multiprocessing import SignalException, errors
 
-    os.environ["TORZ_LAUNCHED"] = ""
+    os.environ["TORZ_LAUNCHED"] = ""  # tells the ranks that this process prints their errors
     # torchrun's default is 30 seconds, after which it kills the ranks.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{grace + 5:.0f}")
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
@@ -92,7 +92,7 @@ def launch(ranks: int, grace: float) -> int | str:
         if isinstance(failure.message, dict):  # from configs.tell_torchrun
             return failure.message["message"].strip().splitlines()[-1]
         by = f"status {failure.exitcode}"
-        if failure.exitcode < 0:
+        if failure.exitcode < 0:  # a signal ended the rank
             by = f"{failure.signal_name()} (the cause may be a lack of host memory)"
         return (
             f"train.py: rank {rank} ended with {by}; "
@@ -102,9 +102,9 @@ def launch(ranks: int, grace: float) -> int | str:
 
 
 def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0) -> World:
-    """Join the ranks that torchrun started; without torchrun, this process is the only rank. With CUDA,
-    raises UserError if a machine has more ranks than GPUs."""
-    alone = {
+    """Join the ranks that torchrun started; without torchrun, this process is the only rank. Returns the
+    World. With CUDA, raises UserError if a machine has more ranks than GPUs. stall_limit: in seconds"""
+    alone = {  # the variables that torchrun sets, for a process that is the only rank
         "RANK": "0",
         "WORLD_SIZE": "1",
         "LOCAL_RANK": "0",
@@ -134,6 +134,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         torch.cuda.set_device(local_rank)
         check_allocator()
     if not td.is_initialized():
+        # longer than `stall_limit`, after which guard.watch ends a hung run and prints why
         timeout = datetime.timedelta(seconds=1.5 * stall_limit + 60)
         # A process alone needs no network.
         store = td.HashStore() if size == 1 else fresh_store(rank, size, timeout)
@@ -176,7 +177,7 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
 
     It stops when every rank has written under its prefix. Then all ranks have read the same nonces."""
     address = os.environ["MASTER_ADDR"]
-    awaited = "rank 0"
+    awaited = "rank 0"  # the ranks for which this rank waits, as text
 
     def tell() -> None:
         print(f"rank {rank} waits for {awaited} of {size} at {address}", file=sys.stderr)
@@ -193,17 +194,17 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    keys = [f"torz/{size}/{r}" for r in range(size)]
+    keys = [f"torz/{size}/{r}" for r in range(size)]  # keys[r]: where rank r writes its nonce
     store.set(keys[rank], secrets.token_hex(8))
     end = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < end:
         missing = [r for r in range(size) if not store.check([keys[r]])]
         if not missing:
             nonces = b"".join(store.multi_get(keys))
-            agreed = td.PrefixStore(short_hash(nonces), store)
+            agreed = td.PrefixStore(short_hash(nonces), store)  # adds this prefix to all keys
             agreed.set(f"read/{rank}", "")
             missing = [r for r in range(size) if not agreed.check([f"read/{r}"])]
-        if not missing:
+        if not missing:  # all ranks have read the same nonces
             timer.cancel()
             return agreed
         awaited = f"ranks {missing}"
@@ -226,7 +227,7 @@ def neighbours(count: int) -> td.ProcessGroup | None:
 def mesh(world: World, shard_ranks: int = 0) -> DeviceMesh:
     """Returns the device mesh for `shard`: 1-d over all ranks, or 2-d with 0 < shard_ranks < world.size. In
     2-d, parameters are sharded within groups of `shard_ranks` ranks, and replicated across the groups."""
-    kind = world.device.type
+    kind = world.device.type  # cpu or cuda
     if shard_ranks in (0, world.size):
         return init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     shape = world.size // shard_ranks, shard_ranks
@@ -258,7 +259,7 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # The parameters of FP32, and the modules that have them
+    # The parameters with names in FP32, and the modules that have them
     exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
     nets = [module for module in model.modules() if hasattr(module, FP32[0])]
 
@@ -273,7 +274,9 @@ def shard(
     # of the root (`model`), because the backward pass needs them first.
     for module in (*model.model.layers, model):
         make_group(module, precision, exact)
-    for net in nets:  # by now, the layers have sharded the net's other weights
+    # MixedPrecisionPolicy() keeps fp32. The net's other parameters are ignored, because its layer's group has
+    # them already.
+    for net in nets:
         make_group(net, MixedPrecisionPolicy(), set(net.parameters()) - exact)
     return model
 
@@ -287,7 +290,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     layers = model.model.layers
     in_layers = set(layers.modules())
     for group in (*layers, model):
-        places = []
+        places = []  # module and name of each weight that group.forward will cast
         for module in group.modules():
             if group is model and module in in_layers:
                 continue  # the forward pass of its layer casts the module's weights
@@ -333,7 +336,7 @@ def accumulate(model: nn.Module, packs: Sequence[T]) -> Iterator[T]:
             model.set_requires_all_reduce(pack is packs[-1])
         yield pack
     reshard_all(model.base)  # the optimizer updates shards, and gathered weights take memory
-    if model.base is not model:
+    if model.base is not model:  # with --lora: the parameters are the adapters
         grads = [p.grad for p in model.parameters()]
         flat = nn.utils.parameters_to_vector(grads)
         td.all_reduce(flat)
@@ -353,26 +356,28 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def pushed_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which the parameter `name` leaves the trainer: fp32 for names of FP32."""
+    """Returns the dtype in which the parameter `name` leaves the trainer: fp32 if its name ends in one of
+    FP32, else `dtype`."""
     return torch.float32 if name.endswith(FP32) else dtype
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts a model's parameters to `dtype`, but parameters with a name in FP32 to fp32. Returns the
-    model."""
+    """Returns the model, with its parameters converted in place to `dtype`, or to fp32 if their names end
+    in one of FP32."""
     for name, param in model.named_parameters():
         param.data = param.data.to(pushed_dtype(name, dtype))
     return model
 
 
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
-    """Yields (name, whole tensor) of every parameter, in the compute dtype or, for names of FP32, in fp32.
-    If the output layer is tied to the embedding, only the embedding comes. Adapters (--lora) are merged into
+    """Yields (name, whole tensor) of every parameter. The tensors have the dtype model.compute_dtype, but
+    fp32 if the name ends in "A_log" or "dt_bias" (FP32, Qwen3.5's delta nets). If the output layer is tied to
+    the embedding, only the embedding comes. Adapters (--lora) are merged into
     the weights. A model on the host is moved to `device` during the iteration.
 
     Each tensor is gathered when it is asked for. The caller must not keep or change it: with one rank, it may
     be the model's own."""
-    if model.base is not model:
+    if model.base is not model:  # with --lora
         yield from model.merge(full_weights(model.base, device))
         return
     with on_device(model, None, device):  # None: the optimizer's state is not needed
@@ -387,7 +392,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     on the host goes back there, without gradients. If `optimizer` is None, the weights must not change
     inside, because changes are not copied to the host. With --lora, only the frozen base moves."""
     on_gpu = torch.device(device).type == "cuda"
-    if model.base is not model:
+    if model.base is not model:  # with --lora
         model = model.base
         optimizer = None
     moves = on_gpu and next(model.parameters()).device.type == "cpu"
@@ -433,30 +438,33 @@ def tensors_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tenso
 
 
 def local(x: Tensor) -> Tensor:
+    """Returns this rank's shard of x, or x if it is not sharded."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:
+    """Returns x gathered from all ranks, or x itself if it is not sharded. All ranks must call it."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
 def move(model: nn.Module, optimizer: Optimizer | None, device: Device | None) -> None:
     """Move a model and its optimizer's state from the host to `device`, without waiting for the copies. If
-    `device` is None, move them back to the host. A move back with optimizer=None copies nothing, because the
-    host tensors still have the values. So the weights must not have changed on the device.
+    `device` is None, move them back to the host. With optimizer=None, a move back copies nothing: the host
+    tensors still have the weights, which must not have changed on the device.
 
     Each parameter, buffer and tensor of the optimizer has a home, a host tensor that is pinned (with CUDA).
     The model's attribute `homes` keeps the homes, because pinning is slow."""
     homes = vars(model).setdefault("homes", {})  # name -> host tensor
     new = {}  # tensor -> the tensor that replaces it
-    values_at_home = device is None and optimizer is None
+    values_at_home = device is None and optimizer is None  # a move back that copies nothing
     for name, x in (dict(model.named_buffers()) | tensors_of(model, optimizer)).items():
         if name not in homes:
             homes[name] = torch.empty_like(x, device="cpu", pin_memory=torch.cuda.is_available())
         home = homes[name]
-        # After its first move, a tensor on the host shares memory with its home, so nothing is copied. Two
-        # kinds of tensors do not, and are copied: new ones, and shards that FSDP has padded.
+        # Before a move to the device, x is on the host. There, x is its home (the same memory) if an earlier
+        # move has put it there, and is not copied. New tensors, and shards that FSDP has padded, are copied.
+        # Before a move back, x is on the device, and is copied unless `values_at_home`.
         if not values_at_home and local(x).data_ptr() != local(home).data_ptr():
             home.copy_(x, non_blocking=True)
         new[x] = home.to(device, non_blocking=True, copy=True) if device else home
@@ -535,9 +543,10 @@ def together(work: Callable[..., T], *args: Any) -> T:
         result = work(*args)
     except UserError as e:
         error = str(e)
-    errors = gather((error, os.uname().nodename))
+    errors = gather((error, os.uname().nodename))  # for each rank; "": no error
     for text, host in errors:
         if text:
+            # If only some ranks failed, the message names the machine.
             same = all(other == text for other, _ in errors)
             raise UserError(text if same else f"{host}: {text}")
     return result
@@ -553,7 +562,7 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
     senders. All ranks must call this function together."""
     if not td.is_initialized() or td.get_world_size() == 1:
         return [*items]
-    outgoing = [[] for _ in range(td.get_world_size())]
+    outgoing = [[] for _ in range(td.get_world_size())]  # outgoing[r]: this rank's items for rank r
     for item, rank in zip(items, ranks, strict=True):
         outgoing[rank].append(item)
     received = [None for _ in outgoing]
@@ -568,7 +577,7 @@ def balance(samples: Sequence[Any], number: Mapping[Any, int], layout: Layout) -
 
     number: Sample.key -> index of the sample among the samples of all ranks
     layout[minibatch][rank][pack]: the indices of one pack's samples, numbered as in `number`"""
-    rank_of = {}
+    rank_of = {}  # index of a sample -> the rank that trains on it
     for minibatch in layout:
         for rank, packs in enumerate(minibatch):
             rank_of |= dict.fromkeys(chain.from_iterable(packs), rank)
@@ -584,7 +593,7 @@ class Phase:
     """The current phase of this rank: a named part of a step, such as "rollout"."""
 
     name: str = "start"
-    watched: bool = False  # whether this rank is inside `watched`
+    watched: bool = False  # whether this rank is inside `with watched(…)`
     steps: int = 0  # how often this rank has called `progress`
     runs: int = 0  # number of runs of this process that have ended
     limit: float = 0.0  # maximum seconds without progress; 0: no thread of guard.watch looks yet
@@ -654,11 +663,11 @@ def handled_signals() -> list[signal.Signals]:
     """Returns the signals that request a stop. SIGHUP and SIGQUIT are left out if the process's caller
     ignores them, as nohup does."""
     always = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    of_terminal = signal.SIGHUP, signal.SIGQUIT
+    of_terminal = signal.SIGHUP, signal.SIGQUIT  # a closed terminal; ctrl-\
     return always + [x for x in of_terminal if signal.getsignal(x) != signal.SIG_IGN]
 
 
-# [name, time] of the signal that requested a stop; empty: none
+# [name, time.monotonic()] of the signal that requested a stop; empty: none. guard.watch fills it.
 stop_signal: list[Any] = []
 
 
