@@ -48,20 +48,21 @@ class MemoryLedger:
 
     def __init__(self, device: Device) -> None:
         self.device = torch.device(device)
-        self.time = time.perf_counter()
+        self.time = time.perf_counter()  # of the previous reading, in seconds
         # stage -> (GiB in use, seconds since the previous reading)
         self.readings: dict[str, tuple[float, float]] = {}
         self.mark("trainer")
-        self.residual = 0.0
+        self.residual = 0.0  # GiB
 
     def mark(self, stage: str) -> None:
         """Record the memory in use at the end of `stage`, and the seconds since the previous reading."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
-            held = total - free
+            held = total - free  # bytes
         else:
             try:
+                # The second number is the number of resident pages.
                 pages = int(Path("/proc/self/statm").read_text().split()[1])
                 held = pages * resource.getpagesize()
             except OSError:  # not Linux, or no free file descriptor: only the peak is known
@@ -71,6 +72,7 @@ class MemoryLedger:
         self.time = now
 
     def begin(self) -> None:
+        """Forget the last block's readings, and take the first reading, "trainer"."""
         torch.cuda.empty_cache()
         self.readings.clear()
         self.mark("trainer")
@@ -89,13 +91,14 @@ class MemoryLedger:
         return held | {
             "mem/residual_gb": self.residual,
             "mem/host_peak_gb": peak / 2**20,
-            # only vLLM marks "weights"
+            # Only vLLM marks "weights". The seconds of "awake" begin after "sync".
             "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"],
             "time/sleep": seconds["asleep"],
         }
 
     def text(self) -> str:
+        """Returns the stages with the GiB in use, for an error message."""
         return ", ".join(f"{stage} {held:.1f}" for stage, (held, _) in self.readings.items())
 
 
@@ -127,9 +130,10 @@ class Engine(abc.ABC):
         self.version = None  # the step of the weights that were loaded; None outside `awake`
         self.ledger = MemoryLedger(device)
         self.rank = int(os.environ.get("RANK", 0))
-        self.ranks = int(os.environ.get("WORLD_SIZE", 1))
-        self.engines = self.ranks // cfg.tp
-        self.group = dist.neighbours(cfg.tp)  # the tensor-parallel ranks that form this engine
+        self.ranks = int(os.environ.get("WORLD_SIZE", 1))  # number of ranks
+        self.engines = self.ranks // cfg.tp  # number of engines; each has cfg.tp ranks
+        # The tensor-parallel ranks that form this engine; None without --tp
+        self.group = dist.neighbours(cfg.tp)
 
     @abc.abstractmethod
     def load(self, weights: Weights) -> None:
@@ -184,7 +188,7 @@ class Engine(abc.ABC):
                 dist.watched("load"),
                 self.engine_errors(f"to load the weights of step {version}"),
             ):
-                stream = self.checked_weights(weights)
+                stream = self.checked_weights(weights)  # an iterator; `load` reads it
                 self.load(stream)
                 # Read `stream` to its end, because checked_weights looks for missing weights only there.
                 for name, _ in stream:
@@ -207,6 +211,7 @@ class Engine(abc.ABC):
         self.ledger.end()
 
     def gather(self, x: Any) -> list[Any]:
+        """Returns the objects x of this engine's ranks, in rank order."""
         return dist.gather(x, self.group) if self.group else [x]
 
     def check(self, version: int) -> None:
@@ -220,7 +225,7 @@ class Engine(abc.ABC):
 
     def checked_weights(self, weights: Weights) -> Weights:
         """Yields the weights unchanged. Raises RuntimeError for a repeated, unknown or missing name."""
-        missing = dict(self.policy.named_parameters())
+        missing = dict(self.policy.named_parameters())  # names that have not come yet
         for name, tensor in weights:
             if missing.pop(name, None) is None:
                 raise RuntimeError(f"{name} came twice, or the model has no such parameter")
@@ -263,6 +268,7 @@ class Engine(abc.ABC):
 
     @property
     def may_stop(self) -> np.ndarray:
+        """Returns (V,) bool for the V ids of the model: see the function `may_stop`, which caches it."""
         return may_stop(self.tokenizer, self.config.vocab_size, self.cfg.stop)
 
     def at_stop(self, ids: Sequence[int]) -> bool:
@@ -273,6 +279,7 @@ class Engine(abc.ABC):
         return first_stop(ids[:-1], ids[-1:], self.cfg.stop, self.tokenizer) > 0
 
     def text_of(self, ids: np.ndarray) -> str:
+        """Returns the text of response tokens, without EOS at the end."""
         body = ids[:-1] if len(ids) and int(ids[-1]) in self.eos else ids
         return self.tokenizer.decode(body.tolist())
 
@@ -283,7 +290,7 @@ def eos_ids(path: str, tokenizer: Any, config: Any) -> set[int]:
     sample them."""
     generation = read_json(Path(path) / "generation_config.json")
     ids = []
-    for source in (
+    for source in (  # each is an id, a list of ids, or None
         tokenizer.eos_token_id,
         getattr(config, "eos_token_id", None),
         generation.get("eos_token_id"),
@@ -312,10 +319,10 @@ def may_stop(tokenizer: Any, vocabulary: int, stop: tuple[str, ...]) -> np.ndarr
     found = np.zeros(vocabulary, bool)
     if not stop:
         return found
-    ends = set()
+    ends = set()  # every end of every stop string
     for s in stop:
         ends |= {s[i:].lstrip(" ") for i in range(len(s))}
-    begins = "\N{REPLACEMENT CHARACTER}", *ends
+    begins = "\N{REPLACEMENT CHARACTER}", *ends  # a text that begins with one of these may stop
     tokens = range(min(len(tokenizer), vocabulary))
     for token, text in enumerate(tokenizer.batch_decode([[i] for i in tokens])):
         found[token] = text.lstrip(" ").startswith(begins) or any(s in text for s in stop)
@@ -335,8 +342,8 @@ def first_stop(
     if not stop:
         return 0
     # A stop string has at most as many tokens as UTF-8 bytes, so this many tokens of `before` are enough.
-    # They may begin in the middle of a character, and then their text begins with wrong characters. The 8
-    # extra tokens keep wrong characters out of the stop string.
+    # These tokens may begin in the middle of a character, and then their text begins with wrong characters.
+    # The 8 extra tokens keep wrong characters out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
     ids = np.asarray(before[-window:], int).tolist()
     for count, token in enumerate(after[:window], 1):

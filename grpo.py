@@ -37,14 +37,14 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
     train.decoupled_advantages computes the advantage "group_each_std" (GDPO). Raises ValueError for another
     kind."""
     n = rewards.shape[1]
-    mean = rewards.mean(1, keepdim=True)
-    centred = rewards - mean
+    mean = rewards.mean(1, keepdim=True)  # (P, 1)
+    centred = rewards - mean  # from here on divided or multiplied, as `kind` says
     if kind == "group_mean_std":
         centred /= rewards.std(1, keepdim=True) + 1e-6
     elif kind == "group_mean_over_mean":
         centred /= mean
     elif kind == "leave_one_out":
-        centred *= n / (n - 1)
+        centred *= n / (n - 1)  # = reward minus the mean of the n - 1 others
     elif kind not in (
         "group_mean",
         "group_mean_whiten",
@@ -56,7 +56,7 @@ def group_advantages(rewards: Tensor, kind: str = "group_mean_std") -> Tensor:
 
 
 def not_uniform(rewards: Tensor) -> Tensor:
-    """Returns (P,) bool: false if a prompt is uniform, which means that its rewards, a row of (P, n), are all
+    """Returns (P,) bool, for rewards (P, n): true if the rewards of a prompt differ, false if they are all
     equal (DAPO, eq. 11)."""
     return (rewards != rewards[:, :1]).any(1)
 
@@ -139,12 +139,12 @@ def policy_loss(
         loss = -inside.detach() * advantages * logp
         clipped = inside != rho
     elif ratio in ("token", "sequence"):
-        free, near = rho * advantages, inside * advantages
+        free, near = rho * advantages, inside * advantages  # without and with the clip
         loss = -torch.minimum(free, near)
         clipped = near < free
     elif ratio in ("binary_tv", "binary_kl"):
         away = (logp - engine_logp) * advantages > 0
-        bound = torch.where(advantages > 0, clip_high, clip_low)
+        bound = torch.where(advantages > 0, clip_high, clip_low)  # of the divergence, not of rho
         far = divergence(logp.detach(), engine_logp, ratio) > bound
         clipped = away & far
         loss = torch.where(clipped, 0, -rho * advantages)
@@ -162,6 +162,7 @@ def divergence(logp: Tensor, engine_logp: Tensor, kind: str) -> Tensor:
     q = engine_logp.exp().clamp(edge, 1 - edge)
     if kind == "binary_tv":
         return (p - q).abs()
+    # KL from q to p of two events, with the probabilities q and 1 - q, and p and 1 - p
     return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
 
 
@@ -200,7 +201,7 @@ def mismatch_weight(
     Brings You Off-Policy RL Training"), "token-mask" is IcePop (2510.18855), "sequence-mask" is MIS (Liu et
     al. 2025, "When Speed Kills Stability"), "negative-mask" with low = exp(-δ) is the sequence mask of
     DeepSeek-V3.2 (2512.02556, sec. 3.1)."""
-    level, _, action = kind.partition("-")
+    level, _, action = kind.partition("-")  # "none" has the action ""
     log_ratio = torch.where(mask, logp - engine_logp, 0)
     ratio = {
         "none": log_ratio,
@@ -214,14 +215,15 @@ def mismatch_weight(
     if kind == "negative-mask":  # the response's mean decides, not the token's ratio
         gap = torch.where(mask, now - engine_logp, 0)
         kept = _segment_mean(gap, mask, segment).exp() >= low
-        kept |= advantages >= 0  # only tokens with a negative advantage can be masked
+        kept |= advantages >= 0  # only tokens with a negative advantage can get the weight 0
     weight = {"": ratio, "truncate": clamped, "mask": torch.where(kept, ratio, 0)}[action]
     return torch.where(mask, weight, 0), mask & (weight != ratio)
 
 
 def _segment_mean(x: Tensor, mask: Tensor, segment: Tensor) -> Tensor:
-    """Returns (T,): for each token, the mean of x over its segment's tokens in `mask`. x (T,): 0 outside
-    `mask`"""
+    """Returns (T,): for each token, the mean of x over its segment's tokens in `mask`.
+
+    x (T,): must be 0 outside `mask`"""
     return _segment_sum(x, segment) / _segment_tokens(mask, segment)
 
 

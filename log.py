@@ -36,7 +36,7 @@ from data import Sample, group_by_prompt
 from grading.worker import REASONS
 from reward import repeated_ngrams, terms_of
 
-# The shapes (configs.checked) of rows of metrics.jsonl and alarms.jsonl
+# Fields that a row must have, with their types: in metrics.jsonl, and in alarms.jsonl (see configs.checked)
 METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
 
@@ -50,10 +50,11 @@ class Meter:
         self.device = device
         # (name, i) -> the argument sums[i] of `add`, summed over all calls
         self.sums = defaultdict(float)
-        self.peaks = {}  # name -> maximum
+        self.peaks = {}  # name -> maximum, for `add_max`
         self.variances = {}  # name -> variance, after `reduce`
 
     def _double(self, x):
+        """Returns the tensor or number x as a float64 tensor on `device`."""
         if isinstance(x, Tensor):
             return x.detach().to(self.device, torch.float64)
         # torch.tensor(x) would make the CPU wait for the GPU
@@ -76,6 +77,7 @@ class Meter:
         self.add(name, x.sum(), len(x), squares)
 
     def add_max(self, name: str, x: Tensor | float) -> None:
+        """Add the scalar x to a metric that is the maximum over all calls and ranks."""
         x = self._double(x)
         earlier = self.peaks.get(name, x)
         self.peaks[name] = torch.maximum(earlier, x)
@@ -91,7 +93,7 @@ class Meter:
         """Returns a dict: name -> value over all ranks, for all metrics, and fills `variances`."""
         metrics = _over_ranks(self.peaks, dist.all_max)
         sums = _over_ranks(self.sums, dist.all_sum)
-        for name, i in sums:
+        for name, i in sums:  # i: 0 for the total, 1 for the count, 2 for the squares (see `add`)
             count = sums.get((name, 1), 1.0)  # 1.0: the metric is a sum
             if i > 0 or count == 0:
                 continue
@@ -203,7 +205,7 @@ class Logger(contextlib.AbstractContextManager):
         self.out = out
         self.cfg = cfg
         self.main = main
-        self.next_step = start
+        self.next_step = start  # the step after the last logged step
         if not main:
             return
         first = start if own else 0  # rows from this step on are set aside
@@ -221,7 +223,8 @@ class Logger(contextlib.AbstractContextManager):
         self.writer = None  # TensorBoard's SummaryWriter; created at the first row
         self.unwritten = []  # rows to write; they are kept while the disk is full
         self.steps = self.bar("Step", cfg.steps, start)
-        self.samples = []
+        self.samples = []  # the current step's saved samples, for the trackers
+        # The last step whose training metrics may have been sent, plus 1; 0 in a new run
         unsent = trained[-1]["step"] + 1 if first and trained else 0
         self.trackers = [Tracker(out, config, unsent, self.alarm) for _ in cfg.track]
 
@@ -251,7 +254,7 @@ class Logger(contextlib.AbstractContextManager):
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
-            if step >= tracker.unsent:
+            if step >= tracker.unsent:  # not sent before the run was resumed
                 tracker.attempt(tracker.send, row, self.samples)
         self.samples = []
         self.next_step = step + 1
@@ -261,7 +264,7 @@ class Logger(contextlib.AbstractContextManager):
                 line += "  " + text.format(row[name])
         self.say(line)
         for name in row:
-            if re.fullmatch("eval/.+@.+", name):
+            if re.fullmatch("eval/.+@.+", name):  # such as eval/aime2024/pass@8
                 self.say(f"  {name} {row[name]:.3f}")
         if "reward" in row:
             self.history.append(row)
@@ -301,16 +304,19 @@ class Logger(contextlib.AbstractContextManager):
             self.alarm(f"can't write {path} ({e.strerror})")
 
     def bar(self, name: str, total: int, done: int = 0) -> tqdm:
+        """Returns a progress bar, which only rank 0 shows. total: 0 shows a count only"""
         return tqdm(
             total=total,
             initial=done,
             desc=name,
             leave=False,
-            disable=None if self.main else True,
+            disable=None if self.main else True,  # None: shown only in a terminal
         )
 
     def close(self, error: type | None = None, *_) -> None:
-        """Write the rows in `unwritten`, then close everything. error: class of an error that ends the run"""
+        """Write the rows in `unwritten`, then close everything. Also the method `__exit__`.
+
+        error: class of the exception that ends the run, or None"""
         if not self.main:
             return
         self._write(self.next_step)
@@ -325,13 +331,14 @@ class Logger(contextlib.AbstractContextManager):
 
 
 def _lines(rows):
+    """Returns the rows as JSON, one a line."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _set_aside(path, shape, start):
     """Moves the rows of step `start` and of later steps from NAME.jsonl to NAME.old.jsonl. Raises OSError if
     a file can't be written."""
-    rows = read_jsonl(path, shape)
+    rows = read_jsonl(path, shape)  # shape: METRICS or ALARM
     earlier = [row for row in rows if row["step"] < start]
     later = [row for row in rows if row["step"] >= start]
     if later:
@@ -345,7 +352,7 @@ def _append(path, row):
     line = _lines([row]).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
-        if file.write(line) < len(line):
+        if file.write(line) < len(line):  # only a part was written
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -381,7 +388,7 @@ class Tracker:
         self.config = config
         self.alarm = alarm
         self.failed = False
-        file = out / "wandb-id.txt"
+        file = out / "wandb-id.txt"  # the run's id at wandb
         known = if_there(Path.read_text, file) if unsent else None
         self.id = known or uuid.uuid4().hex
         self.unsent = unsent if known else 0
@@ -423,7 +430,7 @@ class Tracker:
             columns = ["step", *self.COLUMNS]
             table = wandb.Table(columns, allow_mixed_types=True)
             for sample in samples[: self.SAMPLES]:
-                cells = map(sample.get, self.COLUMNS)
+                cells = map(sample.get, self.COLUMNS)  # None where the sample lacks a field
                 table.add_data(step, *cells)
             values["samples"] = table
         self.run.log(values, step=step, commit=True)  # commit=True sends the row now

@@ -44,20 +44,20 @@ def gae(
     The time steps t are the tokens in `mask`. At a segment's last time step, V_{t+1} and A_{t+1} are 0.
 
     rewards (T,): 0 outside `mask`"""
-    steps = mask.nonzero()[:, 0]  # the tokens at which a time step is
-    segment = segment_ids(cu_seqlens, len(mask))[steps]
+    steps = mask.nonzero()[:, 0]  # (S,) index of each time step's token
+    segment = segment_ids(cu_seqlens, len(mask))[steps]  # (S,), as r, v, delta and adv below
     r = rewards[steps]
     v = values[steps]
 
     def shifted(x: Tensor, k: int) -> Tensor:
-        """Returns x_{t+k} for each time step t, or 0 beyond the end of the segment."""
+        """Returns x_{t+k} for each time step t, or 0 if step t + k is not in t's segment."""
         same_segment = segment[k:] == segment[:-k]
         later = torch.where(same_segment, x[k:], 0)
         return F.pad(later, (0, k))
 
     delta = r + gamma * shifted(v, 1) - v
     # A_t is the discounted sum of delta_t, delta_{t+1}, … Before each iteration, adv_t is the sum of the
-    # first `reach` terms.
+    # first `reach` terms. An iteration adds the next `reach` terms, which are adv_{t+reach}, discounted.
     adv = delta
     reach = 1
     while reach < len(steps):
@@ -66,7 +66,7 @@ def gae(
         reach *= 2
     zeros = torch.zeros_like(values)
     advantages = zeros.index_put((steps,), adv)
-    returns = zeros.index_put((steps,), adv + v)
+    returns = zeros.index_put((steps,), adv + v)  # R_t = A_t + V_t
     return advantages, returns
 
 
@@ -85,7 +85,7 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
     stats (3,): the sum of `whitening_stats` over all packs and ranks."""
     count, total, squares = stats.to(x.device)
-    count = count.clamp(min=1)
+    count = count.clamp(min=1)  # 0 if no token of the step is in the loss
     mean = total / count
     variance = squares / count - mean * mean
     std = variance.clamp(min=0).sqrt()
@@ -94,7 +94,8 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    """Returns (T,) estimates of KL(policy || ref) in nats: for metrics and rewards. `kl_loss` is the loss.
+    """Returns (T,): an estimate of KL(policy || ref) at each token, in nats. It is for metrics and rewards;
+    for the loss, use `kl_loss`.
 
     logp, ref (T,): log-probs of tokens that the policy has sampled.
     estimator: k1, k2 or k3 of Schulman's note "Approximating KL Divergence". Raises ValueError for another
@@ -146,7 +147,7 @@ def value_loss(
     loss = (values - returns) ** 2
     if clip is not None:
         change = (values - old_values).clamp(-clip, clip)
-        near = old_values + change
+        near = old_values + change  # `values`, clamped
         clipped = (near - returns) ** 2
         loss = torch.maximum(loss, clipped)
     total = torch.where(mask, loss, 0).sum()

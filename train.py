@@ -671,8 +671,7 @@ def policy_pack_loss(
     gap = (old - p.engine_logp).abs()
     meter.add_mean_and_max("logp_gap", gap[p.fresh_tokens])  # only tokens of this step's weights
     segment = ppo.segment_ids(p.cu_seqlens, len(p.tokens))
-    low, high = cfg.mismatch_bounds
-    # importance (T,): ratio p_trainer / p_engine within the bounds; cut (T,): whether a bound changed it
+    low, high = cfg.mismatch_bounds  # of the importance weights p_trainer / p_engine
     importance, cut = grpo.mismatch_weight(
         old, p.engine_logp, p.mask, segment, cfg.mismatch, low, high, logp, p.advantages
     )
