@@ -86,7 +86,7 @@ def launch(ranks: int, grace: float) -> int | str:
     try:
         run.run(run.parse_args([*options, *sys.argv]))
     except SignalException as e:  # such as ctrl-C; the ranks have ended
-        return 128 + e.sigval
+        return 128 + e.sigval  # number of the signal; shells report it like this
     except errors.ChildFailedError as e:
         rank, failure = e.get_first_failure()
         if isinstance(failure.message, dict):  # from configs.tell_torchrun
@@ -259,7 +259,7 @@ def shard(
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # The parameters with names in FP32, and the modules that have them
+    # The parameters whose names end in one of FP32, and the modules that have them
     exact = {p for name, p in model.named_parameters() if name.endswith(FP32)}
     nets = [module for module in model.modules() if hasattr(module, FP32[0])]
 
@@ -267,7 +267,7 @@ def shard(
         module: nn.Module, precision: MixedPrecisionPolicy, ignored: set[Tensor]
     ) -> None:
         fully_shard(module, mesh=over, mp_policy=precision, ignored_params=ignored)
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged
         module.set_force_sum_reduction_for_comms(True)  # otherwise PREMUL_SUM, which gloo lacks
 
     # By FSDP's default, a rank frees a layer's gathered weights after the forward pass. It keeps the weights
@@ -394,7 +394,7 @@ def on_device(model: nn.Module, optimizer: Optimizer | None, device: Device) -> 
     on_gpu = torch.device(device).type == "cuda"
     if model.base is not model:  # with --lora
         model = model.base
-        optimizer = None
+        optimizer = None  # the adapters and their optimizer's state stay where they are
     moves = on_gpu and next(model.parameters()).device.type == "cpu"
     if moves:
         move(model, optimizer, device)
@@ -546,7 +546,7 @@ def together(work: Callable[..., T], *args: Any) -> T:
     errors = gather((error, os.uname().nodename))  # for each rank; "": no error
     for text, host in errors:
         if text:
-            # If only some ranks failed, the message names the machine.
+            # Unless all ranks have the same error, the message names the machine.
             same = all(other == text for other, _ in errors)
             raise UserError(text if same else f"{host}: {text}")
     return result
@@ -567,7 +567,7 @@ def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
         outgoing[rank].append(item)
     received = [None for _ in outgoing]
     # Loading a pickle can run code, so torz loads pickles only from ranks of this run.
-    for rank, box in enumerate(outgoing):
+    for rank, box in enumerate(outgoing):  # each turn sends the items of all ranks to one rank
         td.gather_object(box, received if rank == td.get_rank() else None, dst=rank)
     return [*chain(*received)]
 
@@ -640,7 +640,7 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
     as ranges. The trace of rank 0 goes to a file in the folder log.out, which https://ui.perfetto.dev opens.
     log.say prints the ten operations with the most time of their own."""
     for step in steps:
-        if step != chosen or td.get_rank():
+        if step != chosen or td.get_rank():  # only rank 0 profiles
             yield step
             continue
         with torch.profiler.profile(profile_memory=True) as profiler:

@@ -92,7 +92,7 @@ def token_weights(
     Raises ValueError for another aggregation."""
     if aggregation == "token":
         return mask / tokens
-    if aggregation == "response":
+    if aggregation == "response":  # a segment has one response
         return mask / (responses * _segment_tokens(mask, segment))
     if aggregation == "max_len":
         return mask / (responses * max_len)

@@ -141,7 +141,7 @@ def measure_samples(
 
     samples: this rank's samples, ordered by (prompt_id, sample_id)"""
 
-    def add(name, numbers):
+    def add(name, numbers):  # the metric is the mean of the numbers of all ranks
         meter.add(name, sum(numbers), len(numbers))
 
     lengths = torch.tensor([len(s.ids) for s in samples])
@@ -389,6 +389,7 @@ class Tracker:
         self.alarm = alarm
         self.failed = False
         file = out / "wandb-id.txt"  # the run's id at wandb
+        # A resumed run goes on under its id. A new run, or one whose file is missing, gets a new id.
         known = if_there(Path.read_text, file) if unsent else None
         self.id = known or uuid.uuid4().hex
         self.unsent = unsent if known else 0

@@ -141,11 +141,12 @@ class Trajectories:
     def __post_init__(self) -> None:
         self.cfg = self.engine.cfg
         self.terms = terms_of(self.cfg)
+        # name of a data set -> its extractor; "": for all other data sets
         self.extractors = extractors(self.cfg)
 
     def begin(self, keys: Iterable[Key]) -> None:
         """Add new trajectories with empty responses."""
-        ids = np.zeros(0, np.int32)
+        ids = np.zeros(0, np.int32)  # no token yet
         logp = np.zeros(0, np.float32)
         for prompt_id, sample_id in keys:
             prompt = self.problems[prompt_id].ids
@@ -198,7 +199,7 @@ class Trajectories:
         ):
             if self._take(before[new.key], new):
                 self.progress()
-        if self.waiting:  # the engine is idle while the environments reply
+        if self.waiting:  # wait until all environments have replied
             self.results |= self.grader.results()
             for key in sorted(self.waiting):
                 self._continue(self.waiting.pop(key), self.results.pop(key))
@@ -383,7 +384,7 @@ def rollout(
     trajectories.add(carried or ())
     begin_and_move(trajectories)
     chosen = sample_until_enough(trajectories)
-    if dist.stop_requested():  # some ranks have aborted
+    if dist.stop_requested():  # some ranks have aborted; their `chosen` is None
         return [], []
     samples = []
     left = list(trajectories.open.values())  # with --carry, for later steps; without it, empty
@@ -430,7 +431,7 @@ def sample_until_enough(trajectories: Trajectories) -> set[Key] | None:
         trajectories.sample_round()
         stops = not trajectories.engine.goes_on()
         # With --round_len, the ranks exchange data after each round, so all ranks must stop together.
-        # stop_requested() is the same on all ranks.
+        # goes_on() may differ between ranks. stop_requested() is the same on all of them.
         if in_lockstep:
             stops = dist.stop_requested()
         if stops:
@@ -463,10 +464,11 @@ def choose(
     if any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished):
         return None
     # If the samples of a prompt are compared, none of them is ready before all are complete.
-    # k[0]: prompt_id
+    # A key k is (prompt_id, sample_id).
     ready = [k for k in finished if not (cfg.compares_samples and k[0] in unfinished)]
     if len(ready) < cfg.samples_per_step:
         return None
+    # The oldest prompts come first: `finished` is sorted, and a later prompt has a larger prompt_id.
     return set(ready[: cfg.samples_per_step])
 
 
@@ -675,7 +677,7 @@ def gather_scores(samples: Sequence[Sample], n: int) -> dict[str, list[float]]:
     problems of all ranks, ordered by prompt_id."""
     mine = [(group[0].prompt_id, accuracy(group, n)) for group in group_by_prompt(samples)]
     scores = defaultdict(list)
-    # sorted by prompt_id
+    # `sorted` orders the pairs (prompt_id, metrics of one problem).
     for _, metrics in sorted(dist.gather_all(mine)):  # no two have the same prompt_id
         for metric, value in metrics.items():
             scores[metric].append(value)

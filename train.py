@@ -307,7 +307,9 @@ def draw(
     samples, and the solved problems to run.solved. Returns this rank's graded samples, and with --carry the
     trajectories that the next step continues.
 
-    seed: part of the random seed: (step,), or (step, round) in a round of `resample`"""
+    problems: prompt_id -> problem, the same on all ranks
+    seed: part of the random seed: (step,), or (step, round) in a round of `resample`
+    carried: with --carry, this rank's trajectories from earlier steps"""
     cfg = run.cfg
     step = seed[0]
     n = cfg.samples_per_prompt
@@ -318,6 +320,7 @@ def draw(
         seed=(cfg.seed, TRAIN, *seed),
         version=step,
     )
+    # The bar's total is about one rank's share of the samples.
     with run.log.bar("Rollout", cfg.samples_per_step // run.engine.ranks) as bar:
         samples, left = rollout(run.engine, run.grader, problems, sampling, bar.update, carried)
     dist.together(run.grader.check)  # raises UserError if a user's function can't be used
@@ -355,7 +358,7 @@ def resample(
             break
         round += 1
         others = replacement_batch(run.problems, step, round, cfg, run.solved)
-        problems = {i: others[i] for i in uniform}
+        problems = {i: others[i] for i in uniform}  # prompt_id -> the new problem
         batch = [problems.get(i, problem) for i, problem in enumerate(batch)]
         drawn, _ = draw(run, problems, seed=(step, round))
         if dist.stop_requested():  # `draw` was aborted on some rank
@@ -456,7 +459,9 @@ def make_packs(
     meter: Meter,
 ) -> Minibatches:
     """Distribute the samples over the ranks, in packs. Returns this rank's packs, one list for each
-    minibatch. Every rank gets about equal work and the same number of packs."""
+    minibatch. Every rank gets about equal work and the same number of packs.
+
+    model: the policy; only its config is read"""
     # All ranks number the samples of all ranks in the same order, and compute the same layout.
     rows = []
     for s in samples:
@@ -609,7 +614,7 @@ def train_role(
     meter: Meter,
     log: Logger,
 ) -> None:
-    """Do all updates of a step for one role."""
+    """Do all updates of a step for one role. pack_loss: policy_pack_loss or critic_pack_loss"""
     updates = updates_of(minibatches, getattr(cfg, f"{role.name}_updates"))
     for n in range(cfg.passes_per_step):
         title = f"{role.name.title()} Train epoch [{n + 1}/{cfg.passes_per_step}]"
@@ -752,7 +757,7 @@ def update(
     norm = dist.whole(nn.utils.clip_grad_norm_(role.model.parameters(), cfg.grad_clip))
     finite = bool(norm.isfinite())
     if finite:
-        role.skipped = 0
+        role.skipped = 0  # number of skipped updates in a row
         role.optimizer.step()
     else:
         role.skipped += 1
