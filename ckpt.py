@@ -118,8 +118,10 @@ class StagingBuffer:
 
     def __init__(self, models: Models) -> None:
         self.models = models
-        self.slices: dict[str, Tensor] = {}
-        self.offsets: dict[str, list[int]] = {}  # see owned_offsets
+        # Names are such as "policy.model.norm.weight".
+        self.slices: dict[str, Tensor] = {}  # name -> this rank's slice
+        # name -> where the slice begins in the whole tensor. Only of slices that this rank writes.
+        self.offsets: dict[str, list[int]] = {}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -129,7 +131,7 @@ class StagingBuffer:
             for name, tensor in dist.tensors_of(model, optimizer).items():
                 live[f"{who}.{name}"] = tensor
         local = {key: dist.local(x) for key, x in live.items()}
-        # True at the first save, and if the optimizer has new state.
+        # The names differ at the first save, and after an optimizer's first step, which creates its state.
         if self.slices.keys() != local.keys():
             for key, x in local.items():
                 # Copies from a GPU to memory that is not pinned are several times slower.
@@ -141,7 +143,7 @@ class StagingBuffer:
             torch.cuda.synchronize()
 
     def check_finite(self) -> None:
-        """Raises UserError if this rank has NaN or infinity."""
+        """Raises UserError if a slice that this rank writes has NaN or infinity."""
         for key in self.offsets:
             # One NaN or infinity makes the sum not finite. Testing each number is slower.
             if not self.slices[key].sum().isfinite():
@@ -151,7 +153,7 @@ class StagingBuffer:
         """Writes this rank's slices to `file` in DCP's format. DCP's own writer is not used: it would hold
         the GIL, and so block the training thread."""
         offsets = {key: {"saved_offsets": offset} for key, offset in self.offsets.items()}
-        info = {
+        info = {  # a file's metadata: DCP reads these names
             "DCP_SHARDING_INFO": json.dumps(offsets),
             "DCP_VERSION": "1.0",
             "format": "pt",
@@ -165,11 +167,12 @@ class StagingBuffer:
 def owned_offsets(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """Returns a dict with the slices that this rank writes: name of a tensor -> offset of the slice in the
     whole tensor. If several ranks hold the same slice (--shard_ranks), only the lowest rank writes it."""
+    # A plan of DCP is a list of slices. This plan: all slices that this rank holds.
     plan = create_default_local_save_plan(dict(tensors), is_coordinator=True)
-    plans = dedup_save_plans(dist.gather(plan), save_to_lowest_rank=True)
+    plans = dedup_save_plans(dist.gather(plan), save_to_lowest_rank=True)  # a plan for each rank
     mine = plans[td.get_rank()]
     offsets = {}
-    for item in mine.items:
+    for item in mine.items:  # index.fqn: the tensor's name
         offsets[item.index.fqn] = list(item.tensor_data.chunk.offsets)
     return offsets
 
@@ -202,10 +205,12 @@ def _sync(*paths):
 # --- trajectories that the next step continues
 
 TUPLES = ("prompt", "failed", "earlier")  # fields of Sample that JSON has as lists
+# Fields of Sample that are arrays -> dtype
 ARRAYS = {"ids": np.int32, "logp": np.float32, "sampled": bool, "versions": np.int32}
 
 
 def write_samples(file: Path, samples: Sequence[Sample]) -> None:
+    """Writes {"samples": [...]} to a JSON file, with a dict of its fields for each sample."""
     rows = [vars(s) for s in samples]
     text = json.dumps({"samples": rows}, default=np.ndarray.tolist)
     file.write_text(text)
@@ -236,12 +241,24 @@ def _sample(row):
 # --- saving
 
 
+def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
+    """Calls work(*args). Returns ("", the result of `work`). If `work` raises OSError, SafetensorError or
+    UserError, returns (the error in one line, None). Of a UserError's text "FOUND; needed: NEEDED", the line
+    has only FOUND."""
+    try:
+        return "", work(*args)
+    except (OSError, SafetensorError, UserError) as e:
+        text = shorten(str(e), 300) or type(e).__name__
+        found, _, _ = text.partition("; needed: ")
+        return found, None
+
+
 class Saver:
     """Writes a run's checkpoints, one at a time, in a thread.
 
-    facts: content of state.json
-    saved: the newest checkpoint in `out` was saved after this number of steps; 0 in a new run. `save` skips
-        a checkpoint with this number. None: the first call of `save` always saves
+    facts: content of state.json, to which Saver adds "models", "prompt" and "step"
+    saved: number of steps of the newest checkpoint in `out`, or 0 in a new run. `save` does not save this
+        number of steps again. None: the first call of `save` always saves
     warn: called with a line of text if a save or the deletion of an old checkpoint fails
     """
 
@@ -266,26 +283,27 @@ class Saver:
         self.buffer = StagingBuffer(models)
         self.pool = ThreadPoolExecutor(1)
         self.in_flight: Future[None] | None = None
-        self.failed = False
+        self.failed = False  # whether the last save failed
         if _is_main():  # clean up after a run that was killed
             _attempt(remove_unfinished, out / "ckpt", STEP.pattern)
             self._prune()
 
     def save(self, step: int, carried: Sequence[Sample] = ()) -> None:
         """Waits for the previous save. Then starts a new save, unless `step` is saved already. Raises
-        UserError as `finish` does. If a finished run is started again, its last step is saved already, but
-        its evaluation is new. So `ckpt/best` is chosen again.
+        UserError as `finish` does.
 
         step: number of finished steps
         carried: this rank's trajectories that the next step continues"""
         self.finish()
         if step == self.saved:
+            # If a finished run is started again, its last step is saved already, but its evaluation is new.
+            # So `ckpt/best` is chosen again.
             if _is_main():
                 self._prune()
             return
         self.buffer.update()
         # A process from before a restart may still write this checkpoint, so its folder gets a random name.
-        token = dist.gather(secrets.token_hex(8))[0]
+        token = dist.gather(secrets.token_hex(8))[0]  # rank 0's, on all ranks
         final = step_folder(self.out, step)
         temp = unfinished(final, token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
@@ -298,10 +316,13 @@ class Saver:
 
     def _complete(self, step, temp, carried):
         """Writes this rank's files. When all ranks have written their files, rank 0 publishes the checkpoint.
-        A single failed save is only a warning; `finish` says what raises UserError."""
-        every = dist.gather(_attempt(self._write, temp, carried), self.group)
-        error = self._publish(step, temp, every) if _is_main() else ""
-        error = dist.gather(error, self.group)[0]
+        Raises UserError if this save and the one before failed. A single failed save is only a warning.
+
+        temp: the hidden folder of the checkpoint (see `unfinished`). carried: see `save`"""
+        # from each rank: (error, its files)
+        results = dist.gather(_attempt(self._write, temp, carried), self.group)
+        error = self._publish(step, temp, results) if _is_main() else ""
+        error = dist.gather(error, self.group)[0]  # rank 0's error, on all ranks
         require(
             not error or not self.failed,
             f"two saves in a row failed, the last one with: {error}",
@@ -325,15 +346,15 @@ class Saver:
             write_samples(files[1], carried)
         return _crc32s(*files)
 
-    def _publish(self, step, temp, every):
+    def _publish(self, step, temp, results):
         """Publishes the checkpoint in the folder `temp`. Returns "", or a line that says why it was not
         saved. Only rank 0 calls it.
 
-        every: from each rank, (error, files), the result of _attempt(self._write, …)"""
-        error = max(error for error, _ in every)  # "" only if no rank has an error
+        results: from each rank, (error, files), the result of _attempt(self._write, …)"""
+        error = max(error for error, _ in results)  # "" only if no rank has an error
         if not error:
-            files = {}
-            for _, of_rank in every:
+            files = {}  # name -> CRC-32, of all ranks
+            for _, of_rank in results:
                 files |= of_rank
             final = step_folder(self.out, step)
             error, _ = _attempt(publish, temp, final, self.facts | {"step": step}, files)
@@ -350,21 +371,11 @@ class Saver:
             self.warn(f"an old checkpoint was not removed, or ckpt/best not made: {error}")
 
 
-def _attempt(work: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """Calls work(*args). Returns a pair: ("", the result of `work`). If `work` raises OSError,
-    SafetensorError or UserError, the pair is (the error in one line, None). The line does not say what is
-    needed."""
-    try:
-        return "", work(*args)
-    except (OSError, SafetensorError, UserError) as e:
-        text = shorten(str(e), 300) or type(e).__name__
-        found, _, _ = text.partition("; needed: ")
-        return found, None
-
-
 def unfinished(final: Path, token: str) -> Path:
-    """Returns the path of a hidden folder beside `final`. When all its files are written, it is renamed to
-    `final`."""
+    """Returns the path of a hidden folder beside `final`. The caller writes all files into it, and then
+    renames it to `final`.
+
+    token: 16 random hexadecimal digits"""
     return final.with_name(f".{final.name}.{token}.part")
 
 
@@ -388,7 +399,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> 
     Raises OSError if a file is missing, as on a disk that ranks do not share, or if `final` is a complete
     checkpoint."""
     for name in files:
-        os.stat(temp / name)
+        os.stat(temp / name)  # raises OSError if the file is missing
     state = temp / "state.json"
     mark = temp / "COMPLETE"
     state.write_text(json.dumps(facts))
@@ -402,12 +413,13 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> 
 
 def prune(out: Path, keep: int, keep_best: str) -> None:
     """Deletes old checkpoints, and makes ckpt/best a link to the best checkpoint (--keep_best). Keeps the
-    newest `keep` checkpoints, the best checkpoint, and symbolic links. Raises OSError if one of these can't
-    be done."""
-    found = complete(out)
+    newest `keep` checkpoints, the best checkpoint, and symbolic links. Raises OSError if a checkpoint can't
+    be deleted, or the link can't be made."""
+    found = complete(out)  # oldest first
     link = out / "ckpt" / "best"
     best = best_of(out, found, keep_best)
-    if not best and keep_best and link.is_symlink():  # no metric to compare: keep the old best
+    # None, although --keep_best is set: no checkpoint has the metric, so the old best is kept.
+    if not best and keep_best and link.is_symlink():
         best = link.with_name(Path(os.readlink(link)).name)
     for old in found[:-keep]:
         if old != best and not old.is_symlink():
@@ -435,16 +447,17 @@ def _remove(folder):
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
     """Returns the checkpoint of `folders` with the highest `metric`, or None if no checkpoint has it. Rows of
-    metrics.jsonl before the last change of the evaluation sets do not count. With equal values, the later
-    step is best.
+    metrics.jsonl before the last change of the evaluation sets are ignored. Of equal checkpoints, the later
+    one is best.
 
-    Row N of metrics.jsonl and checkpoint N belong to the same weights: those after N steps. The row is
+    Row N of metrics.jsonl and checkpoint N have the same weights, the weights after N steps. The row is
     written one step later than the checkpoint. So the newest checkpoint may have no row yet.
 
-    metric: a metric's name; a pattern, for the mean of all matching metrics; or "auto" (eval/*/avg@*)."""
+    metric: a metric's name; a pattern, for the mean of all matching metrics; "auto" (eval/*/avg@*); or "",
+        which no checkpoint has"""
     pattern = "eval/*/avg@*" if metric == "auto" else metric
     scores = {}
-    names = []  # metrics of the newest evaluation
+    names = []  # metrics of the last evaluation so far
     for row in read_metrics(out):
         folder = step_folder(out, row["step"])
         found = fnmatch.filter(row, pattern)
@@ -453,7 +466,7 @@ def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
             scores.clear()
         if found and folder in folders:
             mean = fmean(row[name] for name in found)
-            scores[folder] = (mean, row["step"])
+            scores[folder] = (mean, row["step"])  # pairs are compared by mean, then by step
     return max(scores, key=scores.get, default=None)
 
 
@@ -467,7 +480,9 @@ def step_folder(out: Path, step: int) -> Path:
 def complete(out: Path) -> list[Path]:
     """Returns the folders of the run's complete checkpoints, oldest first."""
     names = filter(STEP.fullmatch, names_in(out / "ckpt"))
-    names = sorted(names, key=len)  # stable, so step_1000000 comes after step_999999
+    # names_in sorts by name, so step_1000000 comes before step_999999. Sorting by length corrects this, and
+    # keeps the order of names of equal length.
+    names = sorted(names, key=len)
     folders = [out / "ckpt" / name for name in names]
     return [folder for folder in folders if exists(folder / "COMPLETE")]
 
@@ -479,6 +494,7 @@ def hold(folder: Path) -> Iterator[None]:
     mark = if_there(open, folder / "COMPLETE")
     require(mark is not None, gone, "a newer checkpoint")
     with mark:
+        # Several readers may hold this lock. While one holds it, `_remove` deletes nothing.
         lock_file(mark.fileno(), fcntl.LOCK_SH)
         require(exists(folder / "COMPLETE"), gone, "a newer checkpoint")
         yield
@@ -487,19 +503,20 @@ def hold(folder: Path) -> Iterator[None]:
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
     """Returns a text about a file that has changed since it was saved, or can't be read; "" if there is no
     such file. To share the work, each rank checks only every `ranks`-th file."""
-    error, mark = _attempt(read_json, folder / "COMPLETE")
+    error, crcs = _attempt(read_json, folder / "COMPLETE")  # name of a file -> its CRC-32
     if error:
         return error
-    names = {"state.json", *mark}
+    names = {"state.json", *crcs}
     for name in names_in(folder):
         # A resumed run reads these files. If COMPLETE does not list such a file, it was added after the save.
         if name.startswith("carried-") or name.endswith(".safetensors"):
             names.add(name)
     for name in sorted(names)[rank::ranks]:
+        # found: {name: CRC-32 of the file as it is now}; None if the file is gone
         error, found = _attempt(if_there, _crc32s, folder / name)
         if error:
             return error
-        if found != {name: mark.get(name)}:
+        if found != {name: crcs.get(name)}:
             return f"{folder / name} is damaged: it has changed since it was saved, or is gone"
     return ""
 
@@ -519,7 +536,7 @@ def find(out: Path, resume: str) -> Path | None:
         return newest
     if not newest:
         return named(resume)
-    # path is None if --resume names no checkpoint (any more). That is no error, since `out` has a newer one.
+    # If --resume names no checkpoint (any more), path is None. That is no error, because `out` has one.
     _, path = _attempt(named, resume)
     require(
         path not in [p.resolve() for p in older],
@@ -538,14 +555,15 @@ def named(name: str) -> Path:
 
     Raises UserError if there is no such complete checkpoint."""
     path = Path(name)
-    of_run = path.parent / "ckpt"
+    of_run = path.parent / "ckpt"  # if `name` is RUN/STEP or RUN/best
+    # the checkpoint itself; RUN's newest; RUN/best, a link in ckpt/; RUN/STEP, with zeros before STEP
     places = [path, *complete(path)[-1:], of_run / path.name, of_run / f"step_{path.name:0>6}"]
     for place in places:
         if exists(place / "COMPLETE"):
-            return place.resolve()
-    needed = "a run's folder, RUN/STEP or RUN/best; a model or an export follows --model"
+            return place.resolve()  # of a link such as best, the checkpoint
+    needed = "a run's folder, RUN/STEP or RUN/best; for a model or an export, use --model"
     there = complete(path.parent)
-    if there:
+    if there:  # the parent is a run, so the message lists its checkpoints
         needed = f"one of {', '.join(p.name for p in there)}"
     raise UserError(f"{name} is no complete checkpoint; needed: {needed}")
 
@@ -553,13 +571,13 @@ def named(name: str) -> Path:
 def run_of(name: str) -> Path | None:
     """Returns the folder of the run whose checkpoint `named` finds; None if it finds none."""
     _, path = _attempt(named, name)
-    return path.parent.parent if path else None
+    return path.parent.parent if path else None  # path: RUN/ckpt/step_000020
 
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
     of the checkpoint is damaged."""
-    share = ()  # of the files that this rank checks; (): all files
+    share = ()  # rank and ranks, for `damaged`; (): this process checks all files
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
     bad = max(dist.gather(damaged(folder, *share)))  # "" only if no rank has found a damaged file
@@ -569,8 +587,10 @@ def read_state(folder: Path) -> Facts:
 
 @dist.phase("start/checkpoint")
 def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
-    """Fills models and optimizers from the checkpoint `path`. Returns a line for the log.
+    """Fills models and optimizers from the checkpoint `path`. Returns a line for the log, which lists the
+    changes of the config, and of the facts in "noted".
 
+    saved: content of the checkpoint's state.json
     facts: this run's "config", and its facts "read" and "noted" (see guard/identity.py)
 
     Raises UserError if the checkpoint has more steps than this run, or if a fact in "read" has changed."""
@@ -604,22 +624,22 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
     Raises UserError if a file is damaged, or if the tokenizer or a model's config.json differs."""
     saved = read_state(path)
-    before = saved["config"]
-    flags = f"its --lora and --model {before['model']}"
-    if before["critic_model"]:
-        flags += f" --critic_model {before['critic_model']}"
-    given = facts["config"]["critic_model"]
+    other = saved["config"]  # of the other run
+    needed = f"its --lora and --model {other['model']}"
+    if other["critic_model"]:
+        needed += f" --critic_model {other['critic_model']}"
+    given = facts["config"]["critic_model"]  # this run's flag; "": not given
     require(
-        "critic" not in saved["models"] or given in ("", before["critic_model"]),
+        "critic" not in saved["models"] or given in ("", other["critic_model"]),
         f"{path} has a critic, and --critic_model names another",
-        flags,
+        needed,
     )
     # Only the models must be the same. Data and rewards may differ.
-    read = {}
+    of_models = {}
     for name, fact in facts["read"].items():
         if name.startswith(("policy's", "critic's", "lora")):
-            read[name] = fact
-    check_unchanged(path, saved, read, f"{flags}, or --model with its export")
+            of_models[name] = fact
+    check_unchanged(path, saved, of_models, f"{needed}, or --model with its export")
     filled = []
     for who, (model, _) in models.items():
         source = "policy" if who == "ref" else who
@@ -630,10 +650,11 @@ def start_from(path: Path, models: Models, facts: Facts) -> str:
 
 
 def _fill(path, who, model, optimizer):
-    """Load a model and its optimizer from the checkpoint `path`, where the model's name is `who`. A new
-    optimizer has no state, so this function creates it with a step on zero gradients. Weights without state
-    in the checkpoint get no gradient, and so no state."""
+    """Loads a model and its optimizer (None: only the model) from the checkpoint `path`, where the model's
+    name is `who`. A new optimizer has no state to load into, so this function first creates the state with a
+    step on zero gradients. Weights without state in the checkpoint get no gradient, and so no state."""
     if optimizer:
+        # "policy.model.norm.weight.exp_avg" -> "policy.model.norm.weight"
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
             p.grad = None
@@ -650,7 +671,7 @@ def _fill(path, who, model, optimizer):
 def check_export_path(out: Path) -> None:
     """Raises UserError unless `out` is a new path, an empty folder, or an earlier export. It must not be in a
     checkpoint."""
-    is_new = if_there(os.lstat, out) is None
+    is_new = if_there(os.lstat, out) is None  # no file, folder or link has this path
     is_empty = out.is_dir() and not names_in(out)
     is_export = not out.is_symlink() and exists(out / MARKER)
     require(
@@ -668,9 +689,10 @@ def check_export_path(out: Path) -> None:
 def export_hf(
     weights: dist.Weights, model: nn.Module, tokenizer: Any, source: str, out: Path, facts: Facts
 ) -> None:
-    """Writes the Hugging Face folder `out`, with weights in bf16 (names of dist.FP32: fp32). All ranks must
-    call this function.
+    """Writes the Hugging Face folder `out`. Its weights are bf16, except those named in dist.FP32, which are
+    fp32. All ranks must call this function, but only rank 0 writes.
 
+    weights: the result of dist.full_weights
     source: folder of the base model
     facts: the result of `marker`
 
@@ -716,7 +738,7 @@ def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
             temp.rename(out)
             _sync(out.parent)
         finally:
-            shutil.rmtree(temp, ignore_errors=True)
+            shutil.rmtree(temp, ignore_errors=True)  # after an error; else it is already renamed
             os.close(lock)
 
 
@@ -729,7 +751,8 @@ def _backup_path(out):
 
 
 def _save_config(folder, model, tokenizer, source, facts):
-    """Writes the files of an export that are not weights."""
+    """Writes the files of an export that are not weights. source: folder of the base model. facts: see
+    `marker`"""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if getattr(model, "score", None):  # a critic
@@ -749,9 +772,9 @@ def _save_config(folder, model, tokenizer, source, facts):
 
 
 def write_adapter(folder: Path, model: Adapted, source: str) -> None:
-    """Writes a policy's adapters to a folder in the format of PEFT. source: folder of the base"""
+    """Writes a policy's adapters to a folder in the format of PEFT. source: folder of the base model"""
     state = {}
-    for name, pair in model.adapters.items():
+    for name, pair in model.adapters.items():  # pair: the matrices A and B of a linear layer
         name = name.replace("/", ".")  # names in a ModuleDict can't have "."
         for matrix, weight in zip("AB", pair, strict=True):
             state[f"base_model.model.{name}.lora_{matrix}.weight"] = weight.detach()
@@ -768,13 +791,15 @@ def write_adapter(folder: Path, model: Adapted, source: str) -> None:
 
 
 def critic_class(config: PreTrainedConfig) -> type:
-    """Returns the transformers class that an exported critic's config.json names."""
+    """Returns the transformers class that an exported critic's config.json names: the family's class for
+    sequence classification, or its backbone if it has no such class."""
     kind = type(config)
     return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(kind, None) or MODEL_MAPPING[kind]
 
 
 def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
-    """Returns the content of an export's MARKER file. facts: content of the run's state.json"""
+    """Returns the content of an export's file torz.json (MARKER). run, step: of the checkpoint. who: policy,
+    critic or ref. facts: content of the checkpoint's state.json"""
     names = (
         "template system_prompt date stop extractor temperature "
         "max_prompt_len max_response_len max_model_len env max_turns"
@@ -792,14 +817,14 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
     """Writes one model of a run's checkpoint to the Hugging Face folder `out`. Raises UserError if there is
     no such checkpoint or model, or if `out` can't be written.
 
-    run: folder of the run, or of a checkpoint if `step` is "last"
+    run: the run's folder; with `step` "last", also the folder of the checkpoint to export
     step: the checkpoint's step, such as "24", or "best" or "last"
     what: policy, critic or ref; or adapter, for the policy's adapters (--lora) in the format of PEFT
     base: the base model's folder, if it was moved"""
     check_export_path(out)
     require(step not in ("", "."), f"no step {step!r}", "a number, best or last")
     path = named(str(run) if step == "last" else f"{run}/{step}")
-    who = what.replace("adapter", "policy")
+    who = what.replace("adapter", "policy")  # the checkpoint's model; adapters belong to the policy
     with hold(path):
         saved = read_state(path)
         config = saved["config"]
@@ -815,6 +840,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
         check_base(path, saved, who, source, tokenizer)
         settings = load_config(source)
         if lora:
+            # freeze(shard_fn, rank, alpha, dtype, model); this shard_fn leaves the model whole
             frozen = partial(freeze, lambda m: m, lora, config["lora_alpha"], settings.dtype)
             load = load_critic if who == "critic" else load_policy
             model = Adapted(load(source, shard_fn=frozen), critic=who == "critic")
@@ -833,7 +859,7 @@ def export(run: Path, step: str, out: Path, what: str = "policy", base: str = ""
 
 
 def main(argv: list[str]) -> None:
-    base = ""
+    base = ""  # the folder that --model names
     if argv[-2:-1] == ["--model"]:
         *argv, _, base = argv
     match argv:
