@@ -92,13 +92,14 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     """Raises UserError for a setting that the trainer or vLLM would compute wrong."""
     family = config.model_type
     settings = config.to_dict() | {"untied head": not config.tie_word_embeddings}
-    # Qwen3.5: transformers ignores the first two settings, and the kernels know only silu.
+    # For Qwen3.5. transformers ignores attn_output_gate and output_gate_type, and the kernels know only silu.
+    # None: the config lacks the setting.
     gates = [settings.get(name) for name in ("attn_output_gate", "output_gate_type", "hidden_act")]
     settings["gates"] = not set(gates) <= {None, True, "silu", "swish"}
     must_be_off = MUST_BE_OFF + FAMILIES[family]
     wrong = [name for name in must_be_off if settings.get(name)]
     for rope in ropes(config):
-        kind = rope.get("rope_type") or "default"
+        kind = rope.get("rope_type") or "default"  # a config without a type means the default
         if kind not in ROPES:
             wrong.append(kind)
     layers = set(settings.get("layer_types") or ()) - LAYERS
@@ -114,8 +115,9 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
 
 
 def ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Returns a list of dicts with the parameters of the rotary embeddings. The list has one dict, or one for
-    each type of layer."""
+    """Returns a list of dicts with the parameters of the rotary embeddings. The list has one dict for the
+    whole model, or one for each type of layer."""
+    # the parameters, or type of layer -> parameters
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [r for r in rope.values() if isinstance(r, dict)]
     return by_layer_type or [rope]
@@ -170,7 +172,8 @@ class Segments:
     ) -> None:
         """cu_seqlens (N+1,): where the segments start and end. longest: tokens of the longest segment.
         unique (U,): index in the pack of each computed token. None: all tokens are computed.
-        inverse (T,): number, 0 to U - 1, of the computed token that stands for each token of the pack."""
+        inverse (T,): number, 0 to U - 1, of the computed token that stands for each token of the pack.
+        Both: see data.unique_prefixes."""
         self.cu_seqlens = cu_seqlens
         self.longest = longest
         self.blocks: list[tuple[int, int]] = []  # (rows, columns) of each block; empty before `pad`
@@ -179,7 +182,7 @@ class Segments:
         # token's output is read. Both are None if slot i holds computed token i.
         self.token_of_slot = None
         self.slot_of_token = None
-        if unique is not None and len(unique) < len(inverse):
+        if unique is not None and len(unique) < len(inverse):  # U < T: segments share prefixes
             self.token_of_slot = inverse
             self.slot_of_token = unique
 
@@ -188,33 +191,33 @@ class Segments:
         share a block.
 
         Copies the lengths to the host, because the sizes of the blocks depend on them."""
-        # size -> (start, end) of the segments whose lengths round up to 2 ** size, at least 16
+        # exponent -> (start, end) of the segments whose lengths round up to 2 ** exponent, at least 16
         groups = defaultdict(list)
         bounds = self.cu_seqlens.tolist()
         for start, end in pairwise(bounds):
-            length = max(16, end - start)
-            size = (length - 1).bit_length()
-            groups[size].append((start, end))
+            at_least = max(16, end - start)
+            exponent = (at_least - 1).bit_length()
+            groups[exponent].append((start, end))
         slot_of = [0] * bounds[-1]  # index of a token in the pack -> its slot in the blocks
-        at = []  # slot in the blocks -> index of its token in the pack
+        index_of = []  # slot in the blocks -> index of its token in the pack
         for segments in groups.values():
             columns = max(end - start for start, end in segments)
             self.blocks.append((len(segments), columns))
             for start, end in segments:
                 length = end - start
-                slot = len(at)
+                slot = len(index_of)  # of the segment's first token
                 slot_of[start:end] = range(slot, slot + length)
-                at += range(start, end)
-                at += [start] * (columns - length)  # padding
-        # So far, the slots are the positions in the pack. None: slot i holds computed token i.
+                index_of += range(start, end)
+                # Padding: copies of the first token. Nothing reads their output.
+                index_of += [start] * (columns - length)
         device = self.cu_seqlens.device
         slot_of = torch.tensor(slot_of, device=device)
-        at = torch.tensor(at, device=device)
-        if self.token_of_slot is None:
-            self.token_of_slot = at
+        index_of = torch.tensor(index_of, device=device)
+        if self.token_of_slot is None:  # a token's number is its index in the pack
+            self.token_of_slot = index_of
             self.slot_of_token = slot_of
-        else:
-            self.token_of_slot = self.token_of_slot[at]
+        else:  # until now, a slot was an index in the pack
+            self.token_of_slot = self.token_of_slot[index_of]
             self.slot_of_token = slot_of[self.slot_of_token]
 
     def run(self, fused: Callable, padded: Callable, *rows: Tensor) -> Tensor:
@@ -232,8 +235,8 @@ class Segments:
         else:
             # split, not slices: the backward pass of split is one concatenation. The backward pass of each
             # slice would allocate a gradient of the full size, filled with zeros.
-            sizes = [math.prod(block) for block in self.blocks]
-            parts = [x.split(sizes) for x in rows]
+            sizes = [math.prod(block) for block in self.blocks]  # numbers of slots
+            parts = [x.split(sizes) for x in rows]  # for each tensor, its rows in each block
             outs = []
             for block, *of_block in zip(self.blocks, *parts, strict=True):
                 out = padded(*[x.unflatten(0, block) for x in of_block])
@@ -258,11 +261,13 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Returns the attention output (1, U, H, d) of a pack, and None in place of attention weights. The model
     computes U of the pack's tokens, because it computes shared prefixes only once. A token attends to itself
-    and to earlier tokens of its segment.
+    and to earlier tokens of its segment. transformers or `rotary_attention` calls this function.
 
+    module: the layer's attention. mask and `_`: not used.
     query: (1, H, U, d). key, value: (1, Hkv, U, d).
     sliding_window: number of tokens that a token attends to, itself included. None: no limit.
-    engine_cache: an engines.torch_engine.Cache. None in training. `cache` is an argument of transformers.
+    engine_cache: an engines.torch_engine.Cache. None in training. Not named `cache`, because transformers
+        has an argument of that name.
     segments: None when the engine decodes one token for each of R responses. Then query is (R, H, 1, d), and
         the output is (R, 1, H, d)."""
     if segments is None:
@@ -285,8 +290,8 @@ def packed_attention(
 
 @cache
 def varlen_attn() -> Callable:
-    """Returns torch's varlen_attn, which may get fewer heads of keys than of queries. In torch 2.11, no flag
-    allows this."""
+    """Returns torch's varlen_attn, set to accept fewer heads of keys than of queries. torch 2.11 accepts them
+    without a flag."""
     from torch.nn.attention import varlen
 
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
@@ -304,8 +309,8 @@ def _varlen(segments, scaling, window, query, key, value):
         query,
         key,
         value,
-        cu,
-        cu,
+        cu,  # of queries
+        cu,  # of keys
         longest,
         longest,
         scale=scaling,
@@ -348,20 +353,21 @@ AttentionInterface.register("torz", packed_attention)
 def delta_net(net: nn.Module, hidden_states: Tensor, segments: Segments, **_: Any) -> Tensor:
     """Returns the output (1, U, D) of a gated delta net (Yang et al. 2024, arXiv 2412.06464) on a pack.
 
-    net: a Qwen3_5GatedDeltaNet. hidden_states: (1, U, D).
+    net: a Qwen3_5GatedDeltaNet of transformers. hidden_states: (1, U, D).
 
-    Its convolution and its recurrence read a whole segment from the start, as attention does. So the rows
-    of shared prefixes are copied into each segment (see Segments), and only these two run on the copies."""
+    The net's convolution and its recurrence read a whole segment from the start, as attention does. So the
+    rows of shared prefixes are copied into each segment (see Segments). Only convolution and recurrence run
+    on the copies."""
     x = hidden_states.squeeze(0)
     projections = (net.in_proj_qkv, net.in_proj_b, net.in_proj_a)
     out = segments.run(
-        lambda rows: _recur(net, rows[None], segments.cu_seqlens).squeeze(0),
-        lambda rows: _recur(net, rows, None),
+        lambda rows: _recur(net, rows[None], segments.cu_seqlens).squeeze(0),  # rows (S, …)
+        lambda rows: _recur(net, rows, None),  # rows (rows, columns, …) of a block
         torch.cat([project(x) for project in projections], -1),
     )
     z = net.in_proj_z(x)
-    z = z.unflatten(-1, (-1, net.head_v_dim))
-    normed = net.norm(out, z)
+    z = z.unflatten(-1, (-1, net.head_v_dim))  # (U, heads, d)
+    normed = net.norm(out, z)  # times silu(z), the output gate
     return net.out_proj(normed.flatten(1))[None]
 
 
@@ -371,25 +377,23 @@ def _recur(net, rows, cu_seqlens):
 
     rows: (B, L, …), the projections for queries, keys, values, beta and decay, side by side"""
     heads = net.num_v_heads
-    widths = [net.conv_dim, heads, heads]
-    mixed, beta, decay = rows.split(widths, -1)
+    qkv, beta, decay = rows.split([net.conv_dim, heads, heads], -1)
     if cu_seqlens is None:
         # The convolution pads both ends, so its first outputs are the causal ones.
         length = rows.shape[1]
-        mixed = net.conv1d(mixed.mT)[..., :length]
-        mixed = F.silu(mixed).mT
+        convolved = net.conv1d(qkv.mT)[..., :length]
+        convolved = F.silu(convolved).mT
         rule = _chunked_rule()
     else:
         convolve, rule = _fused_rule()
-        mixed, _ = convolve(
-            mixed,
+        convolved, _ = convolve(
+            qkv,
             net.conv1d.weight.squeeze(1),
             activation="silu",
             cu_seqlens=cu_seqlens,
         )
-    widths = [net.key_dim, net.key_dim, net.value_dim]
-    q, k, v = mixed.split(widths, -1)
-    times = heads // net.num_k_heads
+    q, k, v = convolved.split([net.key_dim, net.key_dim, net.value_dim], -1)
+    times = heads // net.num_k_heads  # value heads that share a query head and a key head
     q = q.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2)
     k = k.unflatten(-1, (-1, net.head_k_dim)).repeat_interleave(times, 2)
     # A_log and dt_bias are fp32 (dist.FP32).
@@ -398,8 +402,8 @@ def _recur(net, rows, cu_seqlens):
         q,
         k,
         v.unflatten(-1, (heads, -1)),
-        -net.A_log.exp() * rate,
-        beta.sigmoid(),
+        -net.A_log.exp() * rate,  # log of the factor by which the state decays
+        beta.sigmoid(),  # strength of the state's update
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=cu_seqlens,
     )
@@ -416,7 +420,8 @@ def _chunked_rule():
 
 @cache
 def _fused_rule():
-    """Returns the kernels of convolution and delta rule. Raises UserError if their package is missing."""
+    """Returns two functions with GPU kernels: the convolution and the delta rule. Raises UserError if their
+    package is missing."""
     with explained(
         "Qwen3.5 on a GPU needs flash-linear-attention, which can't be imported",
         "pip install flash-linear-attention==0.6.0",
@@ -441,8 +446,8 @@ class ChunkedLogProbs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature):
         logp, entropy, lse = hidden.new_empty(3, len(targets), dtype=torch.float32)
         scale = 1 / temperature
-        z = None
-        for c in chunks(hidden, weight):
+        z = None  # logits of a chunk
+        for c in chunks(hidden, weight):  # c: a slice of the rows
             del z  # frees its memory before the next chunk needs memory
             z = logits_fp32(hidden[c], weight)
             logp[c], entropy[c], lse[c] = log_probs(z, targets[c], scale)
@@ -454,10 +459,10 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_logp, g_entropy):
         hidden, weight, targets, entropy, lse = ctx.saved_tensors
-        rows = targets, lse, entropy, g_logp, g_entropy
+        rows = targets, lse, entropy, g_logp, g_entropy  # the last arguments of logits_grad
         g_hidden = torch.empty_like(hidden)
         g_weight = None  # for a frozen output layer (--lora)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:  # of `weight`
             g_weight = torch.zeros_like(weight, dtype=torch.float32)
         # The last chunk comes first, because `forward` has kept its logits in ctx.last.
         for c in reversed(chunks(hidden, weight)):
@@ -466,6 +471,7 @@ class ChunkedLogProbs(torch.autograd.Function):
             if z is None:
                 z = logits_fp32(hidden[c], weight)
             of_chunk = [x[c] for x in rows]
+            # (rows of the chunk, V): gradient of the logits
             g = logits_grad(z, ctx.scale, weight.dtype, *of_chunk)
             del z
             g_hidden[c] = g @ weight
@@ -485,7 +491,7 @@ def log_probs(
     if z.is_cuda:
         return gpu_kernels.log_probs(z, targets, scale)
     log_p = (z * scale).log_softmax(-1)
-    at_target = targets[:, None]
+    at_target = targets[:, None]  # indices for gather
     logp = log_p.gather(1, at_target)[:, 0]
     lse = z.gather(1, at_target)[:, 0] * scale - logp
     entropy = -log_p.exp().mul_(log_p).sum(-1)
@@ -510,11 +516,12 @@ def logits_grad(
         return gpu_kernels.logits_grad(z, scale, dtype, targets, lse, entropy, g_logp, g_entropy)
     # p: softmax(z * scale), y: target, H: entropy.
     # d log p_y / d(z * scale) = onehot(y) - p;  dH / d(z * scale) = -p (log p + H)
-    # g is minus the gradient of z * scale: p (g_logp + g_entropy (log p + H)) - onehot(y) g_logp
+    # Hence g below, which is minus the gradient of z * scale:
+    # g = p (g_logp + g_entropy (log p + H)) - onehot(y) g_logp
     log_p = torch.add(-lse[:, None], z, alpha=scale)
     g = log_p.exp()
     factor = g_logp[:, None]
-    if g_entropy.any():  # without --entropy_coef, four passes over the logits are saved
+    if g_entropy.any():  # false without --entropy_coef: saves four passes over the logits
         log_p.add_(entropy[:, None])
         log_p.mul_(g_entropy[:, None])
         factor = log_p.add_(factor)
@@ -580,8 +587,9 @@ class LMHead(nn.Linear):
 
 @cache
 def backbone_class(config_class: type) -> type:
-    """Returns a subclass of transformers' backbone class that has the original `__init__` and `__call__`.
-    Must be called before vLLM starts, because vLLM replaces both methods in some backbone classes."""
+    """Returns a subclass of transformers' backbone class (the model without a head) that keeps the original
+    `__init__` and `__call__`. Must be called before vLLM starts, because vLLM replaces both methods in some
+    backbone classes."""
     kind = MODEL_MAPPING[config_class]
     kept = {name: getattr(kind, name) for name in ("__init__", "__call__", "__module__")}
     return type(kind.__name__, (kind,), kept)
@@ -606,16 +614,17 @@ class PackModel(nn.Module):
             name = type(module).__name__
             if name.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 module.forward = partial(rms_norm, module)  # one kernel instead of six
-            if hasattr(module, "down_proj"):
+            if hasattr(module, "down_proj"):  # an MLP
                 module.forward = partial(gated_mlp, module)
-            if hasattr(module, "A_log"):
+            if hasattr(module, "A_log"):  # a Qwen3_5GatedDeltaNet
                 module.forward = partial(delta_net, module)
             if config.model_type in LLAMA_LIKE and name.endswith("Attention"):
                 module.forward = partial(attention_forward, module)
 
     @property
     def base(self) -> "PackModel":
-        """The model that FSDP shards: this model. With --lora, Adapted has another."""
+        """The model that FSDP shards: this model. With --lora, a role is an Adapted, whose `base` is a
+        PackModel."""
         return self
 
     def tie(self) -> None:
@@ -633,7 +642,9 @@ class PackModel(nn.Module):
             )
 
     def hidden(self, tokens: Tensor, positions: Tensor, **attention: Any) -> Tensor:
-        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,)."""
+        """Returns the last hidden states (…, D) of tokens (…,) at positions (…,).
+
+        attention: `segments` or `engine_cache` or both, for packed_attention"""
         out = self.model(
             input_ids=tokens,
             position_ids=positions,
@@ -672,7 +683,7 @@ class PackModel(nn.Module):
                 unset = torch.full_like(buffer, torch.nan, dtype=torch.float32)
                 setattr(module, name, unset)
             if buffers:
-                self.model._init_weights(module)
+                self.model._init_weights(module)  # computes the module's buffers
 
 
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
@@ -686,7 +697,8 @@ def attention_forward(
     *rest: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The forward method of Llama's and Qwen2's attention: on a GPU `rotary_attention`."""
+    """The forward method of Llama's and Qwen2's attention: `rotary_attention` on a GPU, otherwise the method
+    of transformers."""
     forward = rotary_attention if hidden_states.is_cuda else type(attention).forward
     return forward(attention, hidden_states, *rest, **options)
 
@@ -698,18 +710,20 @@ def rotary_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Returns what transformers' forward method returns. One kernel rotates all heads of the queries, and
-    one kernel all heads of the keys. transformers launches five kernels for each."""
-    *tokens, _ = hidden_states.shape
+    one kernel all heads of the keys. transformers launches five kernels for each.
+
+    position_embeddings: cos and sin (see Rotary)"""
+    *tokens, _ = hidden_states.shape  # (1, U, D), or while the engine decodes (R, 1, D)
     heads = []
     for name in ("q_proj", "k_proj", "v_proj"):
         x = getattr(attention, name)(hidden_states)
         x = x.view(*tokens, -1, attention.head_dim)
         if name != "v_proj":
             x = Rotary.apply(x, *position_embeddings)
-        heads.append(x.transpose(1, 2))
+        heads.append(x.transpose(1, 2))  # as packed_attention takes them
     window = getattr(attention, "sliding_window", None)
     out, _ = packed_attention(
-        attention, *heads, None, attention.scaling, sliding_window=window, **options
+        attention, *heads, mask=None, scaling=attention.scaling, sliding_window=window, **options
     )
     return attention.o_proj(out.flatten(2)), None
 
@@ -744,7 +758,7 @@ def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
         return mlp.down_proj(product)
     # `product` is not stored: DownProjection computes it again in the backward pass.
     down = mlp.down_proj
-    project = partial(DownProjection.apply, act, gate, up)
+    project = partial(DownProjection.apply, act, gate, up)  # called as F.linear
     if isinstance(down, FrozenLinear):
         return down(product, project)
     return project(product, down.weight, down.bias)
@@ -783,9 +797,9 @@ class DownProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         gate, up, weight = ctx.saved_tensors
-        rows = g.flatten(0, -2)
+        rows = g.flatten(0, -2)  # a row for each token
         g_weight = None  # for a frozen weight (--lora)
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[4]:  # of `weight`; 5: of `bias`
             product = gated(ctx.act, gate, up).flatten(0, -2)
             g_weight = rows.t() @ product
         g_bias = rows.sum(0) if ctx.needs_input_grad[5] else None
@@ -809,7 +823,7 @@ class Policy(PackModel):
         that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
         at = pack.loss_tokens
         hidden = self.hidden_before(pack)
-        of_tokens = self.lm_head(hidden, pack.tokens[at], temperature)
+        of_tokens = self.lm_head(hidden, pack.tokens[at], temperature)  # log-probs, entropies
         zero = hidden.new_zeros(len(pack.tokens), dtype=torch.float32)
         logp, entropy = [zero.index_put((at,), x) for x in of_tokens]
         return logp, entropy
@@ -847,6 +861,7 @@ class FrozenLinear(nn.Linear):
     adapter = None
 
     def forward(self, x: Tensor, project: Callable = F.linear) -> Tensor:
+        """project: computes what F.linear computes. gated_mlp passes a function that stores less."""
         y = project(x, self.weight, self.bias)
         if not self.adapter:
             return y
@@ -865,6 +880,8 @@ def freeze(
     """Turns a model without memory into a frozen base for adapters, with weights in `dtype`. Returns
     shard_fn(model). Raises UserError if the rank is above the smaller side of a matrix.
 
+    shard_fn: see `load_policy`. rank, alpha: of the adapters (--lora, --lora_alpha)
+
     After this, base(function, *args) returns function(*args), because the forward method is operator.call.
     FSDP gathers the base's weights only inside such a call, so each role passes its own forward function to
     the base (see Adapted)."""
@@ -872,7 +889,7 @@ def freeze(
     # which accepts no "." in a name. vars: so that nn.Module does not register the layers once more.
     vars(model).update(rank=rank, alpha=alpha, linears={})
     for name, module in model.named_modules():
-        if name.startswith("model.layers.") and isinstance(module, nn.Linear):
+        if name.startswith("model.layers.") and isinstance(module, nn.Linear):  # (out, in)
             most = min(module.weight.shape)
             require(
                 rank <= most,
@@ -904,10 +921,10 @@ class Adapted(nn.Module):
         self.adapters = nn.ModuleDict()
         for name, linear in base.linears.items():
             a = torch.empty(base.rank, linear.in_features)
-            nn.init.kaiming_uniform_(a, 5**0.5, generator=random)
+            nn.init.kaiming_uniform_(a, 5**0.5, generator=random)  # a slope of √5, as nn.Linear has
             b = torch.zeros(linear.out_features, base.rank)
             self.adapters[name] = nn.ParameterList([a, b])
-        self.score = None
+        self.score = None  # the critic's head
         if critic:
             width = base.config.hidden_size
             self.score = nn.Linear(width, 1, bias=False)
@@ -917,11 +934,14 @@ class Adapted(nn.Module):
                 head.data.copy_(dist.whole(base.score.weight))
 
     def forward(self, pack: Pack, *temperature: float) -> Any:
-        """Returns what Policy.forward or Critic.forward returns. This is the only place where a role puts its
-        adapters into the base. They stay there, because recomputation in the backward pass needs them."""
+        """Returns what Policy.forward or Critic.forward returns. A role puts its adapters into the base only
+        here. They stay there, because recomputation in the backward pass needs them.
+
+        temperature: one number for a policy; none for a critic"""
         adapters = dict(self.adapters.items())
         for name, linear in self.base.linears.items():
             vars(linear)["adapter"] = adapters.get(name)
+        # base(function, *args) returns function(*args), see `freeze`.
         if self.score:
             return self.base(critic_values, self.base, self.score, pack)
         return self.base(Policy.forward, self.base, pack, *temperature)
@@ -929,7 +949,9 @@ class Adapted(nn.Module):
     @torch.no_grad()
     def merge(self, weights: Weights) -> Weights:
         """Yields the role's weights (name, whole tensor): the base's, with W + scale B A in place of each W
-        that has an adapter. This sum is computed in fp32, and rounded once."""
+        that has an adapter. This sum is computed in fp32, and rounded once.
+
+        weights: the base's weights (name, whole tensor)"""
         for name, weight in weights:
             key = name.removesuffix(".weight").replace(".", "/")
             if key in self.adapters:
@@ -967,19 +989,22 @@ def _download(name):
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one rank of each machine downloads
         return
     with contextlib.suppress(OSError):  # raised if the cache does not have the model
+        # local_files_only: returns the folder in the cache, even if files are missing there
         if _is_whole(Path(snapshot_download(name, local_files_only=True, **MODEL_FILES))):
             return
     with explained(
         f"no folder {name}, and the model can't be downloaded from the Hub",
         f"hf download {name} --local-dir DIR where there is a network, then --model DIR",
     ):
-        snapshot_download(name, **MODEL_FILES)  # without a network, returns the folder in the cache
+        # If the cache has a folder and there is no network, returns the folder, which may lack files.
+        snapshot_download(name, **MODEL_FILES)
 
 
 def _is_whole(folder):
     """Returns whether a folder of the Hub's cache has all files of a model. After an interrupted download, or
     after AutoTokenizer.from_pretrained, it has only some."""
     index = read_json(folder / "model.safetensors.index.json", {"weight_map": dict})
+    # weight_map: tensor -> its file. A model without an index has only one file of weights.
     weights = index.get("weight_map", {"": "model.safetensors"}).values()
     names = ["config.json", "tokenizer_config.json", *weights]
     return any(folder.glob("tokenizer.*")) and all((folder / name).is_file() for name in names)
@@ -1074,15 +1099,16 @@ def load_critic(
     return _load(Critic, path, device, shard_fn, seed)
 
 
-# Tensors that a folder's files may have although the Policy or Critic has no such parameter.
+# Ends of the names of tensors that are ignored if the Policy or Critic has no such parameter.
 NOT_OURS = ("lm_head.weight", "rotary_emb.inv_freq")
-# Parts of Qwen3.5 that are left out: the vision tower, and the heads that predict several tokens.
+# Tensors of Qwen3.5 that are not loaded, by the starts of their names: the vision tower, and the heads that
+# predict several tokens.
 LEFT_OUT = ("model.visual.", "mtp.")
 
 
 def names_in_files(names: Iterable[str], config: PreTrainedConfig) -> dict[str, str]:
-    """Returns a dict: a tensor's name in the model -> its name in the files, without the parts LEFT_OUT.
-    names: of all tensors in the files"""
+    """Returns a dict: a tensor's name in the model -> its name in the files. Without Qwen3.5's tensors that
+    LEFT_OUT names. names: of all tensors in the files"""
     found = {}
     for stored in names:
         if config.model_type != "qwen3_5_text":
@@ -1113,19 +1139,20 @@ def on_meta(kind: type, path: str) -> PackModel:
     ):
         with torch.device("meta"):
             model = kind(config)
-    files = dist.tensors_in(path)
+    files = dist.tensors_in(path)  # name in the files -> DCP's metadata (dtype, shape)
     require(
         all(len(tensor.chunks) == 1 for tensor in files.values()),
         f"two .safetensors files in {path} have the same tensors",
         "a folder with the files of one model",
     )
     model.names = names_in_files(files, config)
+    # name in the model -> shape: of the tensors in the files, and of the model's parameters
     theirs = {name: files[stored].size for name, stored in model.names.items()}
     # named_parameters() lists a tied weight once; state_dict() would list it twice.
     ours = {name: p.shape for name, p in model.named_parameters()}
     for name in ours.keys() ^ theirs.keys():
         if name == "score.weight" and kind is Critic:
-            del ours[name]  # _load draws it
+            del ours[name]  # `_load` draws a random head
         elif name.endswith(NOT_OURS):
             theirs.pop(name, None)
     wrong = sorted(f"{name} {list(shape)}" for name, shape in ours.items() ^ theirs.items())
@@ -1134,9 +1161,9 @@ def on_meta(kind: type, path: str) -> PackModel:
         f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
         "a folder that save_pretrained has written",
     )
-    names = "lm_head.weight", "model.embed_tokens.weight"
-    if kind is Policy and config.tie_word_embeddings and names[0] in model.names:
-        stored = [model.names[name] for name in names]
+    tied = "lm_head.weight", "model.embed_tokens.weight"
+    if kind is Policy and config.tie_word_embeddings and tied[0] in model.names:
+        stored = [model.names[name] for name in tied]
         pair = {name: torch.empty(files[name].size) for name in stored}
         dist.load_files(pair, path)
         require(
@@ -1182,6 +1209,7 @@ def files_weights(
     """Yields (name, whole tensor) for each parameter in the folder's files, for Engine.awake. Raises
     UserError as `on_meta` does."""
     model = on_meta(Policy, path)
+    # name in the files -> name in the model
     name_of = {model.names[name]: name for name, _ in model.named_parameters()}
     for file in dist.weight_files(path):
         with safe_open(file, "pt") as f:
