@@ -58,7 +58,7 @@ class Response:
     logp: list[float] = field(default_factory=list)
     stopped: bool = False  # true if EOS or a stop string ended the response
     pages: list[int] = field(default_factory=list)  # the pages with its keys and values
-    start: int = 0  # the place of the prompt's first token in its page
+    start: int = 0  # the place of the prompt's first token in its page; not 0 only with Rows
 
     @property
     def prefix_len(self) -> int:
@@ -85,6 +85,7 @@ class Cache:
         """Allocate a cache.
 
         pages: number of pages, of `size` tokens each
+        slots: number of slots
         width: largest number of pages of a response
         like: a tensor with the dtype and device of the cache"""
         heads = config.num_key_value_heads
@@ -95,14 +96,15 @@ class Cache:
             self.layers.append(like.new_zeros(shape))
         self.size = size
         self.longest = width * size  # largest number of tokens of a response
-        # table[j]: the pages of the response in slot j
+        # table[j]: the pages of the response in slot j, then zeros
         self.table = like.new_zeros(slots, width, dtype=torch.int32)
         self.unread: list[Response] = []  # responses whose prompts the next prefill must read
         self.copies: dict[int, int] = {}  # page -> the page that is copied to it after the prefill
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Store the keys and values (T, Hkv, d) of T tokens. `self.at` has two tensors (T,): the page of each
-        token, and its place in the page."""
+        """Store the keys and values (T, Hkv, d) of T tokens. `begin` or TorchEngine._prefill_pack has set
+        `self.at`: the page of each token (T,), and its place in the page (T,). In a decoding step of Rows,
+        these are a slice of the rows and one column."""
         page, place = self.at
         keys, values = self.layers[layer]
         keys[page, :, place] = key
@@ -113,7 +115,7 @@ class Cache:
         self.unread = []
         if not self.copies:
             return
-        pairs = np.array([*self.copies.items()])
+        pairs = np.array([*self.copies.items()])  # (target, source)
         target, source = to_device(pairs, self.table.device).T
         for cached in self.layers:
             cached[:, target] = cached[:, source]
@@ -125,10 +127,11 @@ class Pages(Cache):
     responses to it get copies of its pages. Page 0 belongs to empty slots."""
 
     def __init__(self, kernel: Callable, *sizes: Any) -> None:
-        """kernel: a function like torch_kernel. sizes: see Cache"""
+        """kernel: a function like torch_kernel. sizes: the arguments of Cache"""
         super().__init__(*sizes)
         self.kernel = kernel
         slots = len(self.table)
+        # 0, 1, 2, …: each response has one query, its new token
         self.cu_seqlens = torch.arange(
             slots + 1,
             dtype=torch.int32,
@@ -139,13 +142,14 @@ class Pages(Cache):
     def clear(self) -> None:
         """Forget all responses."""
         pages = self.layers[0].shape[1]
-        self.free = list(range(1, pages))
+        self.free = list(range(1, pages))  # the free pages; page 0 is never given away
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
+        # The last sampled token is never an input, so it needs no place.
         needed = math.ceil((r.prefix_len + r.limit) / self.size)
-        left = len(self.free) - needed
+        left = len(self.free) - needed  # number of free pages that stay
         if left < 0:
             return False
         r.pages = self.free[left:]
@@ -154,6 +158,8 @@ class Pages(Cache):
         if other:
             count = math.ceil(r.prefix_len / self.size)  # pages with tokens of the prompt
             for page, source in zip(r.pages[:count], other.pages[:count], strict=True):
+                # If `source` itself waits for a copy, both become copies of the same page. The last page
+                # may also have sampled tokens of `other`. `r` overwrites them before it reads them.
                 self.copies[page] = self.copies.get(source, source)
         else:
             self.unread.append(r)
@@ -161,15 +167,18 @@ class Pages(Cache):
         return True
 
     def release(self, r: Response) -> None:
+        """Free the pages of `r`, which has ended."""
         self.free += r.pages
         if self.latest.get(r.prompt) is r:
             del self.latest[r.prompt]
 
     def begin(self, slots: int, position: Tensor) -> tuple[slice, slice]:
-        """Begin a decoding step. Returns the slots that the model computes, and the rows of the slots in its
-        output: here all. position (slots,): positions of the new tokens."""
-        self.used = (position + 1).int()
-        column = (position // self.size)[:, None]
+        """Begin a decoding step of the first `slots` slots. Returns two indices, as Rows.begin does. Here
+        both select everything, because the model computes each slot.
+
+        position (slots,): positions of the new tokens"""
+        self.used = (position + 1).int()  # (slots,) tokens of each response, with the new one
+        column = (position // self.size)[:, None]  # of the table, not of a row
         page = self.table[:slots].gather(1, column)[:, 0]
         self.at = (page.long(), position % self.size)
         every = slice(None)
@@ -218,11 +227,12 @@ class Rows(Cache):
     ends, and its row is dropped."""
 
     def __init__(self, config: Any, *sizes: Any) -> None:
-        """config, sizes: see Cache"""
+        """config, sizes: the arguments of Cache, here with one page a response"""
         super().__init__(config, *sizes)
         self.vocabulary = config.vocab_size
-        self.table = self.table.long()
+        self.table = self.table.long()  # the row of each slot, as an index
         count = max(self.longest, len(self.table))
+        # 0, 1, 2, …: numbers of slots, of rows and of columns
         self.numbers = torch.arange(count, device=self.table.device)
         self.rows = 0  # number of rows in use
         self.column = 0  # the next decoding step writes this column of each row
@@ -233,9 +243,9 @@ class Rows(Cache):
             if other.prompt == r.prompt:
                 r.pages = other.pages
                 return True
-        if self.rows == 0:  # the longest prompt comes first
+        if self.rows == 0:  # `generate` has sorted the requests, so the longest prompt comes first
             self.column = r.prefix_len
-        r.start = self.column - r.prefix_len
+        r.start = self.column - r.prefix_len  # so that all prompts end at the same column
         r.pages = [self.rows]
         self.rows += 1
         self.unread.append(r)
@@ -245,7 +255,7 @@ class Rows(Cache):
         """Does nothing: `split` drops a row that no slot has."""
 
     def begin(self, slots: int, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a decoding step. Returns two tensors of indices:
+        """Begin a decoding step of the first `slots` slots. Returns two tensors of indices:
 
         slot (rows,): one slot for each row. The model computes only these slots
         row (slots,): the row of each slot. Slots that share a row get the same output
@@ -258,11 +268,11 @@ class Rows(Cache):
         first = self.column - position[slot]  # the column of a row's first token
         self.column += 1
         masked = self.numbers[: self.column] < first[:, None]  # (rows, columns): before the prompt
-        self.masked = masked[:, None, None]  # the same for all heads
+        self.masked = masked[:, None, None]  # (rows, 1, 1, columns): the same for all heads
         return slot, row
 
     def read(self, layer, query, scaling, window=None):
-        """See Pages.read."""
+        """See Pages.read. Here R is the number of rows."""
         end = self.column
         begin = 0
         if window:
@@ -285,8 +295,9 @@ class Rows(Cache):
         token (slots,): the last sampled tokens"""
         row = self.table[: len(token), 0]
         pair = row * self.vocabulary + token  # one number for each pair (row, token)
+        # `pair` is now sorted. new_row (slots,): index of the slot's pair in `pair`
         pair, new_row = pair.unique(return_inverse=True)
-        row.copy_(new_row)
+        row.copy_(new_row)  # `row` is a view of the table
         source = pair // self.vocabulary  # the old row of each new row, in ascending order
         self.rows = len(source)
         if source.equal(self.numbers[: self.rows]):
@@ -359,6 +370,7 @@ class FusedDecoder:
         self.fused = policy.config.model_type in configs.LLAMA_LIKE
         if self.fused:
             for layer in policy.model.layers:
+                # [weight, bias] of one layer, for F.linear
                 layer.self_attn.qkv = join(layer.self_attn, "q_proj", "k_proj", "v_proj")
                 layer.mlp.gate_up = join(layer.mlp, "gate_proj", "up_proj")
 
@@ -399,7 +411,7 @@ class FusedDecoder:
         d = attention.head_dim
         kv = self.policy.config.num_key_value_heads
         heads = F.linear(x, *attention.qkv)
-        heads = heads.unflatten(1, (-1, d))  # of queries, of keys and of values, in this order
+        heads = heads.unflatten(1, (-1, d))  # (R, H + 2 kv, d): of queries, of keys, of values
         if x.is_cuda and isinstance(cache, Pages):
             query = gpu_kernels.rotate_and_store(
                 heads,
@@ -446,7 +458,7 @@ class Slots:
     """The responses that are decoded, and their state on the device."""
 
     def __init__(self, cache: Cache, look: int) -> None:
-        """look: decoding steps between two looks of the host"""
+        """look: number of decoding steps between two looks of the host at the sampled tokens"""
         count = len(cache.table)
         self.cache = cache
         self.count = count
@@ -458,14 +470,16 @@ class Slots:
         self.inputs = zeros(count, 3, dtype=torch.int64)
         # draws[j, p]: the random number for the token after position p
         self.draws = zeros(count, cache.longest, dtype=torch.float64)
-        # The tokens and the log-probs of the steps since the last look. fp32 holds all numbers below 2^24.
+        # The tokens and the log-probs of the steps since the last look. fp32 is exact for integers below
+        # 2^24, and so for ids of tokens.
         self.recent = zeros(count, 2, look)
         self.step = zeros(1, dtype=torch.int64)  # number of steps since the last look
         # (batch, temperature, top_p) -> a decoding step
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
 
     def batch(self) -> int:
-        """Returns the number of slots of a decoding step. With pages, there are few numbers: 1, 2, 4, ..."""
+        """Returns the number of slots of a decoding step. With pages, it is 1, 2, 4, … or `count`, because
+        each number needs a graph."""
         n = len(self.responses)
         if not self.is_paged:
             return n
@@ -483,7 +497,7 @@ class Slots:
         table = np.zeros((count, width))
         for j, r in enumerate(new):
             position = r.prefix_len  # of the first input, the last token of the prompt
-            end = position + r.limit
+            end = position + r.limit  # the position of the last token that may be sampled
             inputs[j] = r.prompt[-1], position, end - 1
             draws[j, position:end] = uniforms((*seed, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
@@ -510,9 +524,9 @@ class Slots:
             state[n:] = 0
 
     def copy(self, slots: int) -> Callable[[], np.ndarray]:
-        """Begin to copy the tokens and log-probs of the first slots to the host, those of the decoding steps
-        since the previous copy. Returns a function that waits until the copy is complete, and returns the
-        array (slots, 2, steps): tokens and log-probs."""
+        """Begin to copy to the host what the first `slots` slots have sampled since the previous copy.
+        Returns a function that waits until the copy is complete, and returns the array (slots, 2, steps):
+        tokens and log-probs."""
         copied = self.recent[:slots].to(
             "cpu",
             non_blocking=True,
@@ -536,15 +550,16 @@ class TorchEngine(Engine):
         self.policy.to(dtype).requires_grad_(False)
         self.policy.allocate(device)
         self.decoder = FusedDecoder(self.policy)
-        self.kernel = None
-        self.page = 0  # tokens of a page; 0: rows
+        # The cache is Pages if `page` is set, otherwise Rows.
+        self.page = 0  # tokens of a page; 0: none is set
+        self.kernel = None  # attention over pages
         # FlashAttention takes bf16 and fp16
         if self.device.type == "cuda" and dtype != torch.float32:
             self.kernel = paged_kernel()
             self.page = configs.KV_PAGE
-        self.look = LOOK
-        self.slots = None
-        self.ledger.end()
+        self.look = LOOK  # with Pages. With Rows, the host looks after every step.
+        self.slots = None  # with Pages: the Slots, until the engine sleeps
+        self.ledger.end()  # adds the memory of the weights to `residual`: it stays while asleep
 
     def load(self, weights):
         parameters = dict(self.policy.named_parameters())
@@ -561,7 +576,8 @@ class TorchEngine(Engine):
         self.check(version)
         if not requests:
             return
-        order = sorted(requests, key=lambda k: (-len(requests[k]), k))  # the longest first
+        # The longest prompts first: Rows.admit relies on this order.
+        order = sorted(requests, key=lambda k: (-len(requests[k]), k))
         waiting = deque()
         for k in order:
             waiting.append(Response(k, tuple(requests[k]), limits[k]))
@@ -570,7 +586,7 @@ class TorchEngine(Engine):
         self.may_end[list(self.eos)] = True
         slots = self._allocate(waiting)
         self._fill(slots, waiting, seed)
-        seen = 0  # number of slots that have decoded since the last look
+        seen = 0  # number of slots whose last tokens are not yet copied
         while slots.responses and self.goes_on():
             if slots.is_paged:
                 # Copy the earlier steps' tokens while the GPU runs the next steps, so that it never waits.
@@ -580,7 +596,7 @@ class TorchEngine(Engine):
                 self._decode(slots, temperature, top_p)
                 finish_copy = slots.copy(len(slots.responses))
             ended = self._look(slots, finish_copy())
-            # The next copy has tokens of these slots, but not of those that `_fill` adds now.
+            # The next copy has tokens of these slots, but not of the slots that `_fill` fills now.
             seen = len(slots.responses)
             self._fill(slots, waiting, seed)
             for r in ended:
@@ -594,18 +610,18 @@ class TorchEngine(Engine):
 
     def _allocate(self, waiting):
         """Returns the Slots for the requests. With pages, they are allocated once, and keep their graphs
-        until the engine sleeps."""
+        until the engine sleeps. waiting: Responses, see `generate`"""
         count = self.cfg.max_num_seqs
-        like = self.policy.lm_head.weight
+        like = self.policy.lm_head.weight  # has the cache's dtype and device
         if not self.page:
             count = min(count, len(waiting))
             columns = max(r.prefix_len for r in waiting) + max(r.limit for r in waiting)
             cache = Rows(
                 self.config,
-                count,
-                columns,
-                count,
-                1,
+                count,  # pages: the rows
+                columns,  # tokens of a page
+                count,  # slots
+                1,  # pages of a response
                 like,
             )
             return Slots(cache, look=1)
@@ -614,10 +630,10 @@ class TorchEngine(Engine):
             cache = Pages(
                 self.kernel,
                 self.config,
-                self._pages(1 + count * width),
-                self.page,
-                count,
-                width,
+                self._pages(1 + count * width),  # 1: the page of empty slots
+                self.page,  # tokens of a page
+                count,  # slots
+                width,  # pages of the longest response
                 like,
             )
             self.slots = Slots(cache, self.look)
@@ -626,15 +642,16 @@ class TorchEngine(Engine):
         return self.slots
 
     def _pages(self, wanted):
-        """Returns the number of pages: as many as wanted, if --engine_share has room for them."""
+        """Returns the number of pages: as many as wanted, or as many as fit into --engine_share of the GPU's
+        memory beside the weights and the sampler's logits. All memory is in bytes."""
         c = self.config
-        of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer
+        of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer: key and value
         page_bytes = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token
         weights = sum(p.nbytes for p in self.policy.parameters())
-        logits = 4 * self.cfg.max_num_seqs * c.vocab_size
+        logits = 4 * self.cfg.max_num_seqs * c.vocab_size  # fp32
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total
-        room -= weights + self.cfg.sampler_copies(True) * logits
+        room -= weights + self.cfg.sampler_copies(on_gpu=True) * logits
         fitting = max(1, int(room) // page_bytes)
         return min(wanted, fitting)
 
@@ -650,10 +667,9 @@ class TorchEngine(Engine):
                 break
             new.append(waiting.popleft())
         if new:
-            # of the prompts in cache.unread, which `admit` has filled
-            self._prefill(slots.cache)
+            self._prefill(slots.cache)  # reads the prompts that `admit` has put into cache.unread
             slots.add(new, seed)
-        elif not slots.responses and waiting:
+        elif not slots.responses and waiting:  # all pages are free, and still too few
             r = waiting[0]
             tokens = len(r.prompt) + r.limit
             raise RuntimeError(
@@ -663,16 +679,16 @@ class TorchEngine(Engine):
 
     def _prefill(self, cache):
         """Compute the keys and values of unread prompts, in packs."""
-        longest = self.cfg.pack_len or PREFILL
+        pack_len = self.cfg.pack_len or PREFILL  # largest number of tokens of a pack
         pack = []
-        size = 0
+        tokens = 0  # of `pack`
         for r in cache.unread:
-            if size + r.prefix_len > longest:
+            if tokens + r.prefix_len > pack_len:
                 self._prefill_pack(cache, pack)
                 pack = []
-                size = 0
+                tokens = 0
             pack.append(r)
-            size += r.prefix_len
+            tokens += r.prefix_len
         self._prefill_pack(cache, pack)
         cache.prefilled()
 
@@ -680,7 +696,7 @@ class TorchEngine(Engine):
         """Compute the keys and values of the prompts in `pack`, a list of Response. Store them in the
         cache. The last token of each prompt is left out, because a decoding step reads it."""
         lengths = [r.prefix_len for r in pack if r.prefix_len]
-        if not lengths:
+        if not lengths:  # each prompt is a single token
             return
         tokens = []
         positions = []
@@ -689,7 +705,7 @@ class TorchEngine(Engine):
         for r in pack:
             tokens += r.prompt[: r.prefix_len]
             positions += range(r.prefix_len)
-            of_tokens = np.repeat(r.pages, cache.size)
+            of_tokens = np.repeat(r.pages, cache.size)  # the page of each token of the response
             pages += of_tokens[: r.prefix_len].tolist()
             places += range(r.start, r.start + r.prefix_len)
         values = np.array([tokens, positions, pages, places])
@@ -705,7 +721,7 @@ class TorchEngine(Engine):
 
     def _decode(self, slots, temperature, top_p):
         """Run the decoding steps up to the next look."""
-        call = (slots.batch(), temperature, top_p)
+        call = (slots.batch(), temperature, top_p)  # the arguments of `_step`, fixed in a graph
         for _ in range(slots.look):
             if call in slots.graphs:
                 slots.graphs[call].replay()
@@ -716,7 +732,7 @@ class TorchEngine(Engine):
                 slots.graphs[call] = self._capture(slots, call)
 
     def _capture(self, slots, call):
-        """Returns the graph of a decoding step. Nothing is computed."""
+        """Returns the graph of a decoding step. The capture records the GPU's work and does not run it."""
         graph = torch.cuda.CUDAGraph()
         pools = [other.pool() for other in slots.graphs.values()]
         # All graphs share the memory of the first. "thread_local": other threads may use the GPU during the
@@ -728,8 +744,8 @@ class TorchEngine(Engine):
     def _step(self, slots, batch, temperature, top_p):
         """Sample the next token of the first `batch` slots."""
         cache = slots.cache
-        token, position, last = slots.inputs[:batch].T
-        slot, row = cache.begin(batch, position)
+        token, position, last = slots.inputs[:batch].T  # views. last: largest position of an input
+        slot, row = cache.begin(batch, position)  # see Rows.begin
         hidden = self.decoder.step(token[slot], position[slot], cache)
         logits = self.policy.lm_head.logits(hidden)
         column = position[:, None]
@@ -740,7 +756,7 @@ class TorchEngine(Engine):
             temperature,
             top_p,
         )
-        pair = torch.stack([sampled.float(), logp], 1)
+        pair = torch.stack([sampled.float(), logp], 1)  # (batch, 2)
         recent = slots.recent[:batch]
         recent.index_copy_(2, slots.step, pair[:, :, None])
         slots.step += 1
@@ -755,12 +771,12 @@ class TorchEngine(Engine):
         recent (slots, 2, steps): the token ids and log-probs sampled since the last look (see Slots.copy)"""
         ended = []
         ids = recent[:, 0].astype(np.int64)
-        may_end = self.may_end[ids].any(1).tolist()
+        may_end = self.may_end[ids].any(1).tolist()  # for each slot
         logp = recent[:, 1].tolist()
         # The last responses may be missing in `recent`: they were added after the previous look.
         of_slots = zip(slots.responses, ids.tolist(), logp, may_end, strict=False)
         for r, new_ids, new_logp, may in of_slots:
-            start = len(r.ids)
+            start = len(r.ids)  # the first new token
             r.ids += new_ids
             r.logp += new_logp
             may = may or len(r.ids) >= r.limit
@@ -799,15 +815,15 @@ def to_device(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Returns the logits (B, V), with -inf outside the nucleus (arXiv 1904.09751): the fewest tokens whose
-    probabilities sum to `top_p` or more."""
+    """Returns the logits (B, V), with -inf outside the nucleus. The nucleus is the fewest tokens whose
+    probabilities sum to `top_p` or more (arXiv 1904.09751)."""
     if top_p == 1:
         return logits
     ordered, order = logits.sort(-1, descending=True)
     probs = ordered.softmax(-1, torch.float64)
-    before = probs.cumsum(-1).sub_(probs)
+    before = probs.cumsum(-1).sub_(probs)  # sum of the probabilities of more probable tokens
     outside = before >= top_p
-    outside = outside.scatter(-1, order, outside)
+    outside = outside.scatter(-1, order, outside)  # back to the order of the vocabulary
     return logits.masked_fill(outside, -torch.inf)
 
 
@@ -831,9 +847,9 @@ def sample_token(
         if logits.is_cuda:
             return gpu_kernels.draw(logits, u)
         logp = logits.log_softmax(-1)
-        cumulative = logp.exp().double()
+        cumulative = logp.exp().double()  # (B, V)
         torch.cumsum(cumulative, -1, out=cumulative)
-        drawn = u * cumulative[:, -1]
+        drawn = u * cumulative[:, -1]  # times the sum, which is not exactly 1
         token = torch.searchsorted(
             cumulative,
             drawn[:, None],
