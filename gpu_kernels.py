@@ -1,8 +1,9 @@
 """Triton kernels for GPUs: the output layer's log-probs and entropies, the gated MLP's activation, rotary
-embeddings, and a token's draw.
+embeddings, and the random draw of a token.
 
 PyTorch would read and write the large tensors of these formulas up to ten times. Each kernel reads its inputs
-once and writes its outputs once. Sums are fp32 where nothing else is said.
+once and writes its outputs once. Sums are fp32 where nothing else is said. Kernels run as a grid of programs;
+tl.program_id gives a program's place in the grid. Tensor arguments of kernels are pointers.
 
 model.py imports this file only for tensors on a GPU, because CPU builds of torch have no Triton. The same
 formulas stand in model.py and engines/torch_engine.py, in PyTorch, for CPUs."""
@@ -16,7 +17,7 @@ from torch import Tensor
 
 BLOCK = 8192  # logits that one program of the output layer reads at a time
 COLUMNS = 2048  # columns of the MLP that one program reads
-PIECE = 4096  # logits of a piece of the vocabulary, see `draw`
+PIECE = 4096  # logits of a piece of a row, see `draw`
 
 
 @triton.jit
@@ -30,13 +31,14 @@ def _log_probs(
     V,
     BLOCK: tl.constexpr,
 ):
-    """One program computes one row of z (n, V) in one pass. It keeps three numbers:
+    """One program computes one row of the logits z (n, V) in one pass. It keeps three numbers, for the values
+    x = z * scale so far:
 
-    m: the largest of the logits so far
+    m: the largest x
     s: the sum of exp(x - m)
     t: the sum of exp(x - m) (x - m)"""
     row = tl.program_id(0).to(tl.int64)
-    z += row * V
+    z += row * V  # the start of the row
     m = -float("inf")
     s = 0.0
     t = 0.0
@@ -61,7 +63,7 @@ def _log_probs(
     log_s = tl.log(s)
     tl.store(lse + row, m + log_s)
     tl.store(logp + row, y - m - log_s)
-    tl.store(entropy + row, log_s - t / s)
+    tl.store(entropy + row, log_s - t / s)  # the mean of m + log_s - x
 
 
 def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +99,7 @@ def _logits_grad(
 ):
     """One program computes the gradients of BLOCK logits of one row (formula: model.logits_grad).
 
-    z: logits. out: gets their gradients. g_logp, g_entropy: gradients of the row's log-prob and entropy"""
+    z (n, V): logits. out (n, V): gets their gradients. The others (n,): see model.logits_grad"""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < V
@@ -133,8 +135,8 @@ def logits_grad(z: Tensor, scale: float, dtype: torch.dtype, *rows: Tensor) -> T
 
 @triton.jit
 def _gate_and_up(gate, up, stride, width, BLOCK: tl.constexpr):
-    """Returns BLOCK columns of one row of gate and of up, in fp32; their places in a tensor without gaps; and
-    a mask."""
+    """Returns BLOCK columns of one row of gate and of up, in fp32; their places in a tensor without gaps
+    between rows; and a mask, true for the columns below `width`. stride, width: see `layout`"""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
@@ -172,7 +174,7 @@ def _swiglu_grad(
 ):
     """One program computes the gradients of BLOCK columns of one row of gate and of up."""
     x, u, at, inside = _gate_and_up(gate, up, stride, width, BLOCK)
-    d = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(g + at, mask=inside, other=0.0).to(tl.float32)  # gradient of silu(x) * u
     sigmoid = tl.sigmoid(x)
     silu = x * sigmoid
     of_up = d * silu
@@ -208,15 +210,15 @@ def swiglu_grad(g: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def layout(x: Tensor) -> tuple[tuple[int, int], int, int]:
-    """Returns the grid of programs for x (…, width), the stride of its rows, and the width. x may be a half
-    of a wider tensor."""
+    """Returns the grid of programs for x (…, width), the stride of its rows, and the width. The stride is
+    larger than the width if x is a half of a wider tensor."""
     rows = x.view(-1, x.shape[-1])  # not reshape: a copy would have another stride
     n, width = rows.shape
     grid = n, triton.cdiv(width, COLUMNS)
     return grid, rows.stride(0), width
 
 
-# --- sampling
+# --- sampling: `draw` first runs _pieces, then _draw
 
 
 @triton.jit
@@ -228,14 +230,14 @@ def _pieces(
     pieces,
     PIECE: tl.constexpr,
 ):
-    """One program stores two numbers of one piece of one row of z (n, V): the largest logit m, in `largest`,
-    and the sum of exp(z - m), in `sums`."""
+    """One program stores two numbers of one piece (PIECE logits) of one row of z (n, V): the largest logit m,
+    in `largest`, and the sum of exp(z - m), in `sums`. pieces: number of pieces of a row"""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     i = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(z + row * V + i, mask=i < V, other=-float("inf"))
     m = tl.max(x, 0)
-    # If top-p has set the whole piece to -inf, z - m would be NaN.
+    # If top-p has set the whole piece to -inf, x - m would be NaN.
     shift = tl.where(m == -float("inf"), 0.0, m)
     at = row * pieces + piece
     tl.store(largest + at, m)
@@ -247,7 +249,7 @@ def _first_above(threshold, mass, i):
     """Returns the first of the places i where the cumulative sum of `mass` exceeds `threshold`. Never returns
     a place without mass: if a rounding error makes the threshold too large, returns the last place with
     mass."""
-    last = tl.max(tl.where(mass > 0, i, 0), 0)
+    last = tl.max(tl.where(mass > 0, i, 0), 0)  # the last place with mass
     above = (tl.cumsum(mass, 0) > threshold) & (mass > 0)
     return tl.min(tl.where(above, i, last), 0)
 
@@ -265,11 +267,14 @@ def _draw(
     PIECES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """One program draws the token of one row: first its piece of the vocabulary, then its place there. A mass
-    is a probability times exp(logsumexp(z) - top)."""
+    """One program draws the token of one row: first its piece of the row, then its place there. It computes
+    with masses: a logit x has the mass exp(x - top), its probability up to a factor. top: the row's largest
+    logit.
+
+    u, largest, sums, token, logp: see `draw` and `_pieces`. PIECES: `pieces`, rounded up to a power of 2"""
     row = tl.program_id(0).to(tl.int64)
     z += row * V
-    j = tl.arange(0, PIECES)
+    j = tl.arange(0, PIECES)  # the pieces
     at = row * pieces + j
     m = tl.load(largest + at, mask=j < pieces, other=-float("inf"))
     s = tl.load(sums + at, mask=j < pieces, other=0.0)
@@ -278,14 +283,15 @@ def _draw(
     total = tl.sum(piece_mass, 0)
     threshold = tl.load(u + row) * total
     piece = _first_above(threshold, piece_mass, j)
+    # The part of the threshold that lies in the drawn piece: without the mass of the pieces before it.
     in_piece = threshold - tl.sum(tl.where(j < piece, piece_mass, 0.0), 0)
-    i = piece * PIECE + tl.arange(0, PIECE)
+    i = piece * PIECE + tl.arange(0, PIECE)  # the tokens of the piece
     x = tl.load(z + i, mask=i < V, other=-float("inf"))
     token_mass = tl.exp(x - top).to(tl.float64)
     chosen = _first_above(in_piece, token_mass, i)
     tl.store(token + row, chosen.to(tl.int64))
     y = tl.load(z + chosen) - top
-    # z[chosen] - logsumexp(z)
+    # z[chosen] - logsumexp(z), because logsumexp(z) = top + log(total)
     tl.store(logp + row, y - tl.log(total.to(tl.float32)))
 
 
@@ -340,16 +346,21 @@ def _rotated(
     h,
     j,
 ):
-    """Returns both halves of the heads of one row of (n, count, 2 half), in fp32, and the places of the
-    first halves. The first `rotated` heads are rotated, the others are not."""
+    """Returns three blocks for one row of heads (n, count, 2 half): first halves and second halves of its
+    heads, in fp32, and the places of the first halves. The first `rotated` heads are rotated, the others are
+    not.
+
+    cos, sin: (n, 2 half)
+    h (…, 1): numbers of heads. j (1, …): numbers of elements of a half. Both go on beyond count and half"""
     place = (row * count + h) * 2 * half + j
     inside = (h < count) & (j < half)
     a = tl.load(heads + place, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(heads + place + half, mask=inside, other=0.0).to(tl.float32)
     turns = (h < rotated) & (j < half)
-    # Both halves of cos are equal. So are those of sin, but FusedDecoder negates the first.
+    # Read the second halves of cos and sin. In cos, both halves are equal. In sin too, but FusedDecoder
+    # negates the first half.
     angle = row * 2 * half + half + j
-    c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)  # other: the angle 0
     s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
     return a * c - b * s, b * c + a * s, place
 
@@ -365,7 +376,8 @@ def _rotate(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program rotates all heads of one row of (n, count, 2 half)."""
+    """One program rotates all heads of one row of heads (n, count, 2 half). HEADS, HALF: `count` and `half`,
+    rounded up to powers of 2"""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     j = tl.arange(0, HALF)[None, :]
@@ -411,7 +423,8 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """One program computes one row of heads (n, H + 2 KV, 2 half)."""
+    """One program computes one row of heads (n, H + 2 KV, 2 half): a token's query heads, key heads and value
+    heads, in this order. See rotate_and_store. HEADS, HALF: see _rotate"""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HEADS)[:, None]
     j = tl.arange(0, HALF)[None, :]
@@ -419,17 +432,17 @@ def _rotate_and_store(
     first, second, _ = _rotated(heads, cos, sin, row, H + 2 * KV, H + KV, half, h, j)
     first = first.to(query.dtype.element_ty)
     second = second.to(query.dtype.element_ty)
-    to = query + (row * H + h) * 2 * half + j
     inside = j < half
+    to_query = query + (row * H + h) * 2 * half + j
     of_query = inside & (h < H)
-    tl.store(to, first, mask=of_query)
-    tl.store(to + half, second, mask=of_query)
+    tl.store(to_query, first, mask=of_query)
+    tl.store(to_query + half, second, mask=of_query)
     at = tl.load(page + row) * page_stride + tl.load(place + row) * 2 * half + j
-    kind = (h - H) // KV  # 0: a key, 1: a value
-    to = cached + kind * kind_stride + at + (h - H) % KV * head_stride
+    kind = (h - H) // KV  # 0: a key, 1: a value; so the head is number (h - H) % KV of its kind
+    to_cache = cached + kind * kind_stride + at + (h - H) % KV * head_stride
     of_cache = inside & (h >= H) & (h < H + 2 * KV)
-    tl.store(to, first, mask=of_cache)
-    tl.store(to + half, second, mask=of_cache)
+    tl.store(to_cache, first, mask=of_cache)
+    tl.store(to_cache + half, second, mask=of_cache)
 
 
 def rotate_and_store(
@@ -441,10 +454,10 @@ def rotate_and_store(
     place: Tensor,
 ) -> Tensor:
     """Returns the rotated queries (n, H, d) of n tokens. Stores their rotated keys and their values in
-    `cached` (2, pages, KV, size, d): token j in page[j], at place[j].
+    `cached` (2, pages, KV, size, d), a layer of torch_engine.Cache: token j in page[j], at place[j].
 
-    heads (n, H + 2 KV, d): heads of queries, of keys and of values
-    cos, sin (n, d): of the angles of the tokens' positions"""
+    heads (n, H + 2 KV, d): H heads of queries, KV heads of keys, KV heads of values
+    cos, sin (n, d): of the angles of the tokens' positions. Only the second halves are read: see _rotated"""
     n, count, d = heads.shape
     KV = cached.shape[2]
     H = count - 2 * KV

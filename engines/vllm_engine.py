@@ -22,7 +22,7 @@ from configs import explained, require
 from engine import Engine
 from model import load_config
 
-VERSIONS = ("0.32", "0.33")
+VERSIONS = ("0.32", "0.33")  # the tested versions, by their starts
 
 
 class VLLMEngine(Engine):
@@ -54,11 +54,11 @@ class VLLMEngine(Engine):
                 max_num_batched_tokens=max(4096, cfg.engine_len, cfg.max_num_seqs),
             )
         if self.config.model_type == "qwen3_5_text":
-            # A model that also reads images becomes its language model.
+            # load_config returns the config of only the language model if the model also reads images.
             options["hf_overrides"] = lambda config: load_config(path)
             # vLLM's default on Hopper is FlashInfer's kernel, which is compiled in the first run.
             options["additional_config"] = {"gdn_prefill_backend": "triton"}
-            # On a CPU, caching a recurrent state takes chunked prefill.
+            # On a CPU it is off: caching a recurrent state needs chunked prefill, which is off above.
             options["enable_prefix_caching"] = self.device.type == "cuda"
         with (
             dist.phase("start/engine"),
@@ -70,11 +70,11 @@ class VLLMEngine(Engine):
                 dtype=str(dtype).removeprefix("torch."),
                 max_model_len=cfg.engine_len,
                 max_num_seqs=cfg.max_num_seqs,
-                seed=self.rank // cfg.tp,
+                seed=self.rank // cfg.tp,  # number of the engine: the same on all its ranks
                 tensor_parallel_size=cfg.tp,
                 distributed_executor_backend="external_launcher",
-                logprobs_mode="processed_logprobs",
-                load_format="dummy",
+                logprobs_mode="processed_logprobs",  # after temperature and top-p
+                load_format="dummy",  # `load` brings the weights
                 use_tqdm_on_load=False,
                 disable_log_stats=True,
                 **{"enable_prefix_caching": True, **options},
@@ -86,7 +86,7 @@ class VLLMEngine(Engine):
         self.ledger.mark("weights")
         # For some models, vLLM copies the embedding and the output layer only after it has received the last
         # weight. `dist.full_weights` may have moved both to the host again, so vLLM gets clones.
-        copied = "embed_tokens.weight", "lm_head.weight"
+        copied = "embed_tokens.weight", "lm_head.weight"  # ends of names
         stream = (
             (name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights
         )
@@ -101,14 +101,15 @@ class VLLMEngine(Engine):
         assert not self.llm.llm_engine.is_sleeping(), "vLLM did not wake"
 
     def unload(self):
-        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM still counts as asleep, so
-        `sleep` is not called."""
+        """Abort unfinished requests, then sleep. After a failed wake-up, vLLM's is_sleeping() is still true,
+        so `sleep` is not called."""
         self._abort()
         if not self.llm.llm_engine.is_sleeping():
             self.llm.sleep(level=2)
             assert self.llm.llm_engine.is_sleeping(), "vLLM did not fall asleep"
 
     def _abort(self):
+        """Abort all requests in `running`, if there are any."""
         self.llm.llm_engine.engine_core.abort_requests(list(self.running))
         self.running.clear()
 
@@ -117,7 +118,7 @@ class VLLMEngine(Engine):
         requests of all ranks of its engine, but yields only the responses to the rank's own `requests`."""
         self.check(version)
         self._abort()  # an earlier call may not have been read to its end
-        queued = {}
+        queued = {}  # k -> (prompt tokens, limit), of all ranks of this engine
         for of_rank in self.gather({k: (requests[k], limits[k]) for k in requests}):
             queued |= of_rank
         self._enqueue(queued, temperature, seed, top_p)
@@ -141,37 +142,38 @@ class VLLMEngine(Engine):
         for k in order:
             tokens, limit = queued[k]
             sequence = np.random.SeedSequence((*seed, *k))
-            number = int(sequence.generate_state(1)[0])  # below 2^32
+            number = int(sequence.generate_state(1)[0])  # the response's seed, below 2^32
             prompts.append({"prompt_token_ids": list(tokens)})
             params.append(
                 SamplingParams(
                     max_tokens=limit, seed=number, stop_token_ids=sorted(self.eos), **common
                 )
             )
-        ids = self.llm.enqueue(prompts, params, use_tqdm=False)
+        ids = self.llm.enqueue(prompts, params, use_tqdm=False)  # vLLM's request ids
         for i, k in zip(ids, order, strict=True):
             self.running[i] = k, array("i"), array("f")
         engine = self.llm.llm_engine
-        # Only vLLM's core keeps the requests.
+        # Remove the requests from vLLM's output processor. Its core keeps them.
         engine.output_processor.abort_requests(ids, internal=True)
         assert not engine.has_unfinished_requests(), "vLLM's output processor kept requests"
 
     def _step(self):
-        """Runs a step of vLLM. Returns the responses that ended: (key, tokens, log-probs, whether EOS or a
-        stop string ended it). The asserts check what this method relies on in vLLM's core."""
+        """Runs a step of vLLM. Returns the responses that ended, each as (key, tokens, log-probs, whether EOS
+        or a stop string ended it). The asserts check what this method relies on in vLLM's core."""
         core = self.llm.llm_engine.engine_core
-        outputs = core.get_output().outputs
+        outputs = core.get_output().outputs  # each output has one new token of a request
         assert outputs or core.engine_core.scheduler.has_requests(), "vLLM lost requests"
-        ended = {}
+        ended = {}  # request id -> response
         for output in outputs:
             # A request that is not in `running` has ended at a stop string. vLLM may sample more tokens of it
             # before it gets the abort.
             if output.request_id not in self.running:
                 continue
             key, ids, logp = self.running[output.request_id]
-            reason = str(output.finish_reason)
+            reason = str(output.finish_reason)  # "stop": EOS; "length": the limit; "None": goes on
             logprobs = output.new_logprobs
             assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
+            # One token came, and the log-prob is that of this token.
             one = logprobs.logprob_token_ids.tolist() == [output.new_token_ids]
             assert one, "vLLM's log-prob is not that of one sampled token"
             ids += array("i", output.new_token_ids)
@@ -180,22 +182,23 @@ class VLLMEngine(Engine):
             if stopped or reason == "length":
                 ended[output.request_id] = key, ids, logp, stopped
                 del self.running[output.request_id]
-        core.abort_requests(list(ended))  # vLLM still has those that ended at a stop string
+        core.abort_requests(list(ended))  # vLLM does not know that some ended at a stop string
         return ended.values()
 
 
 def _graphs(slots, samples):
-    """Returns vLLM's settings of compilation and CUDA graphs.
+    """Returns vLLM's settings of compilation and CUDA graphs. slots: most responses that an engine decodes at
+    the same time. samples: responses of a step that an engine samples.
 
     Graphs are only for decoding. vLLM's default also captures graphs of steps that read prompts, and three
-    times as many batch sizes. A batch takes the next larger graph. Up to some 200 responses, the larger graph
-    is as fast, because reading the weights takes longer than the products.
+    times as many batch sizes. A batch runs in the next larger graph. Up to some 200 responses, a larger graph
+    is as fast, because reading the weights takes longer than the matrix products.
 
     Compilation takes half of vLLM's start, and makes steps that read prompts faster. If all samples of a step
     have slots, these steps are few, and vLLM does not compile (mode 0)."""
     sizes = (1, 2, 4, 8, 16, *range(32, slots + 32, 32))
     return {
-        "mode": 0 if samples <= slots else 3,
+        "mode": 0 if samples <= slots else 3,  # 0: no compilation, 3: vLLM's compiler
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_capture_sizes": sorted({min(size, slots) for size in sizes}),
     }
@@ -221,8 +224,8 @@ def _import_vllm():
         f"--engine vllm was not tested with vllm {__version__}",
         f"pip install -r requirements.txt (vllm {' or '.join(VERSIONS)}), or --engine torch",
     )
-    # When vLLM starts, it compiles the sampling kernels for the parameters that this function returns. vLLM's
-    # own function asks for all kernels, which takes 30 CPU seconds.
+    # When vLLM starts, it calls for_sampler_warmup, and compiles the sampling kernels for the parameters that
+    # it returns. vLLM's own function asks for all kernels, which takes 30 CPU seconds.
     SamplingParams.for_sampler_warmup = partial(SamplingParams, temperature=0.7, seed=0, logprobs=0)
     return LLM
 
@@ -257,14 +260,14 @@ def paged_kernel():
     version = 3 if is_fa_version_supported(3) else 2  # FlashAttention 3 runs on H100 and H200 only
 
     def kernel(query, keys, values, cu_seqlens, longest, scaling, window, **pages):
-        limits = [window - 1, 0] if window else None
+        limits = [window - 1, 0] if window else None  # tokens before and after; None: no limit
         return flash_attn_varlen_func(
             query,
             keys,
             values,
-            1,
-            cu_seqlens,
-            longest,
+            1,  # queries of each response
+            cu_seqlens,  # of the queries
+            longest,  # largest number of keys of a response
             softmax_scale=scaling,
             causal=True,
             window_size=limits,
