@@ -758,7 +758,7 @@ def gated_mlp(mlp: nn.Module, x: Tensor) -> Tensor:
         return mlp.down_proj(product)
     # `product` is not stored: DownProjection computes it again in the backward pass.
     down = mlp.down_proj
-    project = partial(DownProjection.apply, act, gate, up)  # called as F.linear
+    project = partial(DownProjection.apply, act, gate, up)  # arguments as of F.linear
     if isinstance(down, FrozenLinear):
         return down(product, project)
     return project(product, down.weight, down.bias)
@@ -803,6 +803,7 @@ class DownProjection(torch.autograd.Function):
             product = gated(ctx.act, gate, up).flatten(0, -2)
             g_weight = rows.t() @ product
         g_bias = rows.sum(0) if ctx.needs_input_grad[5] else None
+        # gate and up get no gradient here, because they get theirs through `product`
         return None, None, None, g @ weight, g_weight, g_bias
 
 
@@ -820,8 +821,8 @@ class Policy(PackModel):
 
     def forward(self, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns two fp32 tensors (T,) in nats: each token's log-prob, and the entropy of the distribution
-        that predicts the token. Both are 0 where pack.mask is false. The head runs only where it is true."""
-        at = pack.loss_tokens
+        that predicts the token. Both are 0 where pack.mask is false, because the head does not run there."""
+        at = pack.loss_tokens  # indices where pack.mask is true
         hidden = self.hidden_before(pack)
         of_tokens = self.lm_head(hidden, pack.tokens[at], temperature)  # log-probs, entropies
         zero = hidden.new_zeros(len(pack.tokens), dtype=torch.float32)
