@@ -272,6 +272,7 @@ TOKENS = (
     r"[À-ɏ][a-zÀ-ɏ]*|[^\W\d_A-Za-z]+)",  # a word of another script
 )
 TOKEN = re.compile("|".join(TOKENS))
+SLASHED = re.compile(r"[¼½¾⅐-⅞]|(?<![\d√])\d{1,9}⁄\d{1,9}")
 
 
 def _digits(match):
@@ -414,7 +415,7 @@ TIDY = {
     r'(?i)^"(?:minus|negative)" ?(?=[\d\\])': "-",
     r'"degrees"(?= ?[-+*a-z])': "",  # 30 "degrees"+180 "degrees"n
     r'(?<=[)\]]) ?"?U"? ?(?=[(\[])': r"\\cup ",
-    r"(?<![\w)}/.])(\d+)/(\d+) (?=[a-z\\])": r"\\frac{\1}{\2}",  # 1/2 x
+    r"^(-?\d+)/(\d+) (?=[a-z\\])": r"\\frac{\1}{\2}",  # 1/2 x
     r'(?i)^"(yes|да)"[,.] ?"(?![^"]*\b(?:but|only|if|not?|unless|sometimes)\b)[^"]*"$': r'"\1"',
     r'(?i)^"(no|нет)"[,.] ?"(?![^"]*\b(?:but|only|if|yes|unless)\b)[^"]*"$': r'"\1"',
     r'(?i)^"(?:true|да|是|对|正确)"\.?$': '"yes"',
@@ -521,13 +522,18 @@ def normalise(text: str) -> str:
         return text
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = re.sub("[¼½¾⅐-⅞]", r"\g<0> ", text)  # In ½x, the x is not below the fraction line.
-    text = TOKEN.sub(_token, _plain(text)).rstrip(" .")
+    text = TOKEN.sub(_token, _plain(SLASHED.sub(_slashed, text))).rstrip(" .")
     for pattern, new in TIDY:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
             text = pattern.sub(new, text)
     return text.rstrip(" .,;\\").lstrip()
+
+
+def _slashed(match):
+    """Returns ½ and 1⁄2 as a fraction. In ½x, the x is not below the fraction line."""
+    top, bottom = unicodedata.normalize("NFKC", match[0]).split("⁄")
+    return rf" \frac{{{top}}}{{{bottom}}}"
 
 
 def _token(match):
