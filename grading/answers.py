@@ -1169,15 +1169,16 @@ DOMAINS = {
     "1": rf"{NATURAL}|{IN}Z\}}*[\^_+*>]|\bpositive\b|[a-z] ?= ?1, ?\d.*(?:dots|\.\.)|\\ge ?1\b|> ?0\b",
 }
 # Letters of parameters: the n of `2\pi n, n\in\mathbb{Z}`, of `2n for any integer n`, of `2n, where n is an
-# integer`, and of `(n,2n) (n\ge1)`; also the arguments of a function: the t of f(t)=2t
+# integer`, and of `(n,2n) (n\ge1)`
 LETTERS_OF = r"(?<![\w\\^*/+-])([a-zA-CK](?:(?:,| and ) *[a-zA-CK](?![a-z])){0,3})"
 PARAMETERS = (
     rf"{LETTERS_OF} *(?:\\in|∈|= ?[01],|(?:is|are|an?|any|arbitrary)\b)"
     rf"|(?:[,;(]|\bfor) *{LETTERS_OF} *(?:\\ge?q?|[>≥]) ?\d"
     r"|\b(?:any|every|all|some|arbitrary|constants?|(?:real|integer|number)s?),? "
     rf"{LETTERS_OF}(?![a-z])"
-    r"|(?<![a-zA-Z\\])[a-zA-Z](?:\^-1)?\(([a-z](?:,[a-z])*)\) *="
 )
+# The arguments of a named function: the t of f(t)=2t
+ARGUMENTS = re.compile(r"^[A-Za-z](?:\^\{-1\})?\(([a-z](?:,[a-z])*)\)=")
 # The letters of a constant of an equation such as y=Ce^x
 CONSTANTS = set("ABCKck")
 # The signs before and after a formula in the text of a problem.
@@ -1281,24 +1282,29 @@ def _renamed(answer, gold, a, b):
     the arguments of a function, and one or two parameters (see PARAMETERS), in every order."""
     if _variables(a) == _variables(b):
         return
-    # the letters in the values: without words, and without the names before `=` (group 1: arguments)
-    names = r'"[^"]*"|(?:^|(?<=[,;]))(?:[a-zA-Z]+(?:\^\{-1\})?(\([^()]*\))?|\([^()]*\))?='
-    ours, theirs = (_variables(re.sub(names, r"\1", text)) - {"e", "i"} for text in (a, b))
-    extra = ours - theirs  # letters that only the answer has
-    missing = theirs - ours  # letters that only the gold answer has
-    if not 0 < len(extra) == len(missing) < 3:
+    new = {}  # a letter of the answer -> a letter of the gold answer
+    ours, theirs = map(ARGUMENTS.search, (a, b))
+    if ours and theirs:
+        new = dict(zip(ours[1].split(","), theirs[1].split(","), strict=False))
+    # the letters in the values: without words, and without the names before `=`
+    names = r'"[^"]*"|(?:^|(?<=[,;]))(?:[a-zA-Z]+(?:\^\{-1\})?)?(?:\([^()]*\))?='
+    ours, theirs = (_variables(re.sub(names, "", text)) - {"e", "i"} for text in (a, b))
+    if set(new.values()) & ours - new.keys():  # f(t)=xt is not f(x)=x^2
+        return
+    extra = ours - theirs - new.keys()  # letters that only the answer has
+    missing = theirs - ours - set(new.values())  # letters that only the gold answer has
+    if len(extra) != len(missing) or len(extra) > 2 or not (extra or new):
         return
     declared, needed = map(_parameters, (answer, gold))
-    # An answer need not declare its parameters, unless x, y, z or t is replaced. But 2^k, n\in\mathbb{N}
-    # declares a letter that it does not use.
-    is_free = declared <= ours and not (extra | missing) & set("txyz")
-    are_parameters = missing <= needed and (is_free or extra <= declared)
+    # An answer that declares no parameter may use any letters but x, y, z and t.
+    allowed = declared or extra - set("txyz")
+    are_parameters = missing <= needed and extra <= allowed
     is_equation = re.search(r"^[a-z](?:\([a-z]\))?=.*[xt]", b)
     are_constants = is_equation and missing <= CONSTANTS and extra <= CONSTANTS | declared
-    if not are_parameters and not are_constants:
+    if extra and not (are_parameters or are_constants):
         return
     for letters in permutations(missing):
-        every = dict(zip(extra, letters, strict=True))
+        every = new | dict(zip(extra, letters, strict=True))
         yield re.sub(r"\\[a-z]+|[A-Za-z]", lambda m, every=every: every.get(m[0], m[0]), a)
 
 
