@@ -177,12 +177,8 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
 
     It stops when every rank has written under its prefix. Then all ranks have read the same nonces."""
     address = os.environ["MASTER_ADDR"]
-    awaited = "rank 0"  # the ranks for which this rank waits, as text
-
-    def tell() -> None:
-        print(f"rank {rank} waits for {awaited} of {size} at {address}", file=sys.stderr)
-
-    timer = threading.Timer(WAIT, tell)
+    line = f"rank {rank} waits for rank 0 of {size} at {address}"
+    timer = threading.Timer(WAIT, print, [line])
     timer.daemon = True
     timer.start()
     store = td.TCPStore(
@@ -194,10 +190,12 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    timer.cancel()
     keys = [f"torz/{size}/{r}" for r in range(size)]  # keys[r]: where rank r writes its nonce
     store.set(keys[rank], secrets.token_hex(8))
-    end = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < end:
+    start = time.monotonic()
+    told = False
+    while time.monotonic() - start < timeout.total_seconds():
         missing = [r for r in range(size) if not store.check([keys[r]])]
         if not missing:
             nonces = b"".join(store.multi_get(keys))
@@ -205,11 +203,12 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
             agreed.set(f"read/{rank}", "")
             missing = [r for r in range(size) if not agreed.check([f"read/{r}"])]
         if not missing:  # all ranks have read the same nonces
-            timer.cancel()
             return agreed
-        awaited = f"ranks {missing}"
+        if not told and time.monotonic() - start > WAIT:
+            print(f"rank {rank} waits for ranks {missing} of {size} at {address}", file=sys.stderr)
+            told = True
         time.sleep(0.05)
-    raise RuntimeError(f"rank {rank} waited for {awaited} of {size}, but they did not start")
+    raise RuntimeError(f"rank {rank} waited for ranks {missing} of {size}, but they did not start")
 
 
 # --- parameters
