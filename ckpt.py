@@ -576,13 +576,21 @@ def run_of(name: str) -> Path | None:
 
 def read_state(folder: Path) -> Facts:
     """Returns the content of a checkpoint's state.json. Raises UserError, the same on every rank, if a file
-    of the checkpoint is damaged."""
+    of the checkpoint is damaged, or if the checkpoint has the name of another step."""
     share = ()  # rank and ranks, for `damaged`; (): this process checks all files
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
     bad = max(dist.gather(damaged(folder, *share)))  # "" only if no rank has found a damaged file
     require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
-    return read_json(folder / "state.json", {"step": int})
+    state = read_json(folder / "state.json", {"step": int})
+    own = step_folder(folder.parent.parent, state["step"]).name
+    require(
+        # The user may give a copy of a checkpoint any name that is not the name of another step.
+        folder.name == own or not STEP.fullmatch(folder.name),
+        f"{folder} is the checkpoint after {state['step']} steps",
+        f"the name {own}, or another place for this copy",
+    )
+    return state
 
 
 @dist.phase("start/checkpoint")
