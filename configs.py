@@ -53,6 +53,7 @@ class UserError(Exception):
 
 
 def require(ok: bool, found: str, needed: str) -> None:
+    """Raises UserError with the text `FOUND; needed: NEEDED` unless `ok`."""
     if not ok:
         raise UserError(f"{found}; needed: {needed}")
 
@@ -76,6 +77,7 @@ def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
 
 
 def shorten(text: str, most: int = 66) -> str:
+    """Returns the text in one line. A line of more than `most` characters gets … in place of its middle."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most // 2 - 1]} … {text[2 - most // 2 :]}"
 
@@ -97,6 +99,7 @@ def user_errors(prog: str) -> Iterator[None]:
     except UserError as e:
         line = printable(f"{prog}: {e}").replace("\n", r"\n")  # a path may have a line break
         tell_torchrun(line)
+        # RANK: set in every rank. LOCAL_RANK: the rank's number on its machine.
         # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
         other_rank = "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
         silent = other_rank or "TORZ_LAUNCHED" in os.environ
@@ -135,12 +138,13 @@ class Range(NamedTuple):
         return f"{'above' if self.above else 'from'} {self.low:g}{top}"
 
 
+# Types of Config's fields. Config raises UserError for a value outside its field's Range.
 Count = Annotated[int, Range(1)]
 Amount = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
-Part = Annotated[float, Range(0, 1, above=True)]
+Part = Annotated[float, Range(0, 1, above=True)]  # as Share, but not 0
 Beta = Annotated[float, Range(0, 0.999999)]  # AdamW refuses 1
 Seconds = Annotated[float, Range(0, 1e7, above=True)]  # the timers of the system have limits
 # vLLM's lowest temperature above 0. With a much lower one, logits in fp32 become infinite.
@@ -297,12 +301,12 @@ class Config:
             value = getattr(self, name)
             values = value if isinstance(value, tuple) else [value]
             for x in values:
-                ok = x in (None, "auto") or allowed.has(x)
+                ok = x in (None, "auto") or allowed.has(x)  # some fields also allow None or "auto"
                 require(ok, f"--{name} is {x}", f"--{name} {allowed}")
         self._check_batch()
         self._check_method()
         require(
-            {"", r"\n"}.isdisjoint(self.stop),
+            {"", r"\n"}.isdisjoint(self.stop),  # r"\n": two characters, a likely mistake
             r"--stop has an empty text, or a backslash and an n",
             r"texts that a response may end with; in bash, $'\n' is a line break",
         )
@@ -356,16 +360,17 @@ class Config:
             f"--critic_updates {self.critic_updates}: one is not a multiple of the other",
             f"a multiple of {least} instead of {most}",
         )
+        # whole_prompts: all samples of a prompt are in the same update
         unit = "prompts" if self.whole_prompts else "samples"
-        most = self.prompts_per_step if self.whole_prompts else self.samples_per_step
+        available = self.prompts_per_step if self.whole_prompts else self.samples_per_step
         require(
-            self.minibatches <= most,
-            f"{self.minibatches} updates a step, but only {most} {unit}",
+            self.minibatches <= available,
+            f"{self.minibatches} updates a step, but only {available} {unit}",
             f"fewer --critic_updates or --policy_updates, or more {unit}",
         )
 
     def _check_method(self):
-        if self.compares_samples:
+        if self.compares_samples:  # GRPO with another advantage than return_whiten
             require(
                 self.samples_per_prompt > 1,
                 f"--samples_per_prompt is 1, and --advantage "
@@ -406,6 +411,7 @@ class Config:
             require(
                 0 < self.round_len < self.max_response_len,
                 f"{carry} with --round_len {self.round_len}: no round ends before responses do",
+                # 16 rounds: a sixteenth of the maximum, rounded up
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
             )
             require(
@@ -442,8 +448,9 @@ class Config:
 
     @property
     def needs_old_logp(self) -> bool:
-        """Whether a step computes the policy's log-probs before its first update. With a single update, they
-        equal those that the loss computes. But a KL term in the reward needs them earlier."""
+        """Whether a step computes the policy's log-probs in a forward pass before its first update. With a
+        single update, the loss computes the same log-probs. But a KL term in the reward needs them before
+        the update."""
         return self.updates_per_step > 1 or self.kl_in_reward
 
     @property
@@ -453,8 +460,9 @@ class Config:
 
     @property
     def keeps_ref(self) -> bool:
-        """Whether checkpoints hold the reference's weights."""
-        own = self.kl_coef > 0 and not self.ref_model
+        """Whether checkpoints hold the reference's weights. They do if the reference was copied from the
+        policy (--ref_refresh, --start_from), because then no model folder has its weights."""
+        own = self.kl_coef > 0 and not self.ref_model  # the run makes the reference itself
         return self.refreshes_ref or (own and self.start_from != "")
 
     @property
@@ -497,13 +505,14 @@ class Config:
         return self.policy_updates
 
     def engine_kind(self, on_gpu: bool) -> str:
-        """Returns the engine. On a GPU, the plan has replaced `auto` in a run (tools.plan.settle)."""
+        """Returns "torch" or "vllm". In a run on a GPU, the plan has replaced `auto` (tools.plan.settle)."""
         if self.engine != "auto":
             return self.engine
         return "vllm" if on_gpu else "torch"
 
     def sampler_copies(self, on_gpu: bool) -> int:
-        """Returns how many copies of the fp32 logits an engine's sampler needs."""
+        """Returns how many copies of the fp32 logits an engine's sampler needs. On a GPU, the torch engine
+        needs 3, or 10 with top-p."""
         if not on_gpu or self.engine_kind(on_gpu) != "torch":
             return 6
         return 10 if self.eval_top_p < 1 else 3
@@ -527,7 +536,7 @@ class Config:
         prompts: number of prompts in an epoch"""
         self.check_length()
         episodes = self.total_episodes or self.epochs * prompts * self.samples_per_prompt
-        steps = self.steps or -(-episodes // self.samples_per_step)
+        steps = self.steps or -(-episodes // self.samples_per_step)  # rounded up
         require(
             self.freeze_policy_steps < steps,
             f"--freeze_policy_steps {self.freeze_policy_steps}: none "
@@ -546,11 +555,12 @@ class Config:
         policy's schedule begins after --freeze_policy_steps."""
         base = getattr(self, f"{name}_lr")
         per_step = getattr(self, f"{name}_updates") * self.passes_per_step
+        # The first step that trains this model
         first = self.freeze_policy_steps if name == "policy" else 0
-        done = (step - first) * per_step + update
-        total = (self.steps - first) * per_step
+        done = (step - first) * per_step + update  # updates of this model before this update
+        total = (self.steps - first) * per_step  # updates of this model in the run
         warmup = self.warmup_updates
-        if warmup < 1:
+        if warmup < 1:  # a fraction of the run's updates
             warmup = round(warmup * total)
         if done < warmup:
             # min: with 1.5 updates of warm-up, the second update would get 2 / 1.5 of `base`
@@ -600,6 +610,7 @@ OPEN_R1_SYSTEM = (
 )
 # Qwen2.5-Math's system prompt.
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+# The bases of the presets. ORZ and ORZ_SMALL are PPO.
 ORZ = Config(
     model="Qwen/Qwen2.5-7B",
     epochs=20,
@@ -666,7 +677,7 @@ PRESETS = {
     # Open-Reasoner-Zero, arXiv 2503.24290: PPO with γ = λ = 1. The values of engine_share are from
     # playground/ in its repository.
     "orz-0.5b": ORZ_SMALL,
-    "orz-0.5b-1gpu": ORZ_SMALL,
+    "orz-0.5b-1gpu": ORZ_SMALL,  # --layout production sets 1 rank instead of 8 (RANKS)
     "orz-1.5b": replace(ORZ_SMALL, model="Qwen/Qwen2.5-1.5B", engine_share=0.7),
     "orz-7b": ORZ,
     "orz-32b": replace(
@@ -853,6 +864,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """Returns ` (did you mean X or Y?)` for the choices that begin with `word`, or for the most similar
     choice; "" if no choice is similar."""
     close = [choice for choice in choices if word and choice.startswith(word)]
+    # At most 1 choice, with a similarity of at least 0.7
     close = close or difflib.get_close_matches(word, choices, 1, 0.7)
     if not close:
         return ""
@@ -860,8 +872,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def given_flags(argv: Sequence[str]) -> list[str]:
-    """Returns the fields of Config whose flags are in `argv`. --no_NAME is a flag of the field NAME. Raises
-    UserError for a word such as `---`."""
+    """Returns the names of the flags in `argv`, as fields of Config: --no_NAME is a flag of the field NAME.
+    Unknown flags are also returned. Raises UserError for a word such as `---`."""
     for word in argv:
         require(
             not re.match("--(?![a-zA-Z])", word),
@@ -879,17 +891,20 @@ def hint(flag: str, known: Sequence[str]) -> str:
     faq = if_there(Path.read_text, Path(ROOT, "docs/faq.md")) or ""
     for line in faq.splitlines():
         names = re.findall(r"`([-\w]+)`", line)
+        # A row with our flag and those of other libraries: | `--lora` | … | `lora_rank` | …
         if word in names[1:] and names[0].startswith("--"):
             return f" (did you mean {names[0]}?)"
-        if word in names and line.count("|") == 3:  # a row of the table of settings that torz lacks
+        # A row of the table of settings that torz lacks: | `bf16`, `fp16` | what to use instead |
+        if word in names and line.count("|") == 3:
             return f" ({line.split('|')[2].strip()})"
     return nearest(f"--{word}", [f"--{name}" for name in known])
 
 
 def layout_of(argv: Sequence[str], ranks: str) -> str:
     """Returns the value of --layout. Without this flag, the environment variable DEBUG_MODE decides, as in
-    Open-Reasoner-Zero: "debug", unless it is False. Without both, the number of ranks decides, if it is not
-    ""."""
+    Open-Reasoner-Zero: "debug", unless it is False. Without both, `ranks` decides.
+
+    ranks: the number of ranks that torchrun started, as text; "": the number does not decide"""
     typed = re.search(r"--layout[= ](\S+)", " ".join(argv))
     if typed:
         return typed[1]
@@ -899,7 +914,10 @@ def layout_of(argv: Sequence[str], ranks: str) -> str:
 
 
 def settings(name: str, layout: str, given: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of a preset in a layout. If `given` has certain flags, others are reset."""
+    """Returns the settings of a preset in a layout, as a dict: field of Config -> value.
+
+    given: names of the user's flags. --data removes the preset's evaluation sets. --steps, --epochs and
+        --total_episodes (LENGTHS) remove the preset's length"""
     base = vars(PRESETS[name]) | {"out": f"runs/{name}", "layout": layout}
     if layout == "production":
         base["ranks"] = RANKS.get(name, 32)
@@ -927,14 +945,14 @@ def parse(
     kind: Config or a subclass with more flags"""
     import tyro  # imported here, so that `import configs` is quick
 
-    flags = list(sys.argv[1:] if argv is None else argv)
+    flags = list(sys.argv[1:] if argv is None else argv)  # later without the preset's name
     # In --out=~/x, bash does not replace the ~ by the home folder.
     flags = [word.replace("=~/", f"={Path.home()}/") for word in flags]
-    ranks = os.environ.get("WORLD_SIZE", "")
+    ranks = os.environ.get("WORLD_SIZE", "")  # set by torchrun
     name = ""
     if flags and not flags[0].startswith("-"):
         name = flags.pop(0)
-        ranks = ""
+        ranks = ""  # with a typed preset, the number of ranks does not choose the layout
     elif ranks or {"-h", "--help"} & set(flags):
         name = "orz-7b"
     usage = f"{prog} PRESET --flag value …, where PRESET is one of: {', '.join(PRESETS)}"
@@ -950,7 +968,7 @@ def parse(
         )
     default = kind(**settings(name, layout_of(flags, ranks), given))
     command = f"{prog} {name}"
-    said = io.StringIO()
+    said = io.StringIO()  # tyro's text of --help
     try:
         with contextlib.redirect_stdout(said), tyro_errors(command):
             cfg = tyro.cli(kind, default=default, args=flags, prog=command, use_underscores=True)
@@ -958,11 +976,39 @@ def parse(
         print(textwrap.fill(usage, 80, break_on_hyphens=False), end="\n\n")
         print(in_groups(said.getvalue()))
         raise
-    if kind is Config and not cfg.out:
+    if kind is Config and not cfg.out:  # tools.evaluate has another default than runs/PRESET
         cfg = replace(cfg, out=default.out)
     cfg.check_length()
     check_given(cfg, given)
     return cfg
+
+
+# `parse` refuses flags without effect. A row has four columns: flags; a field or property of Config; the
+# value of the field with which these flags have no effect; what the error message asks for.
+NO_EFFECT = (
+    (
+        "critic_model critic_updates critic_lr value_clip freeze_policy_steps",
+        "algo",
+        "grpo",
+        "--algo ppo",
+    ),
+    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
+    ("gamma lam", "compares_samples", True, "--algo ppo, or --advantage return_whiten"),
+    ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
+    ("kl_estimator", "has_ref", False, "--kl_coef above 0, or --ref_model"),
+    ("mismatch_bounds", "mismatch", "none", "--mismatch token-truncate, or another but none"),
+    # With one update, the ratio is 1.
+    ("clip_low clip_high", "clips", False, "--policy_updates 2 or --passes_per_step 2"),
+    ("value_clip", "clips_values", False, "--critic_updates 2 or --passes_per_step 2"),
+    ("lora_alpha", "lora", 0, "--lora above 0"),
+    ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
+    # With --data, the preset's evaluation sets do not count. --eval_response_len is no part of this row: it
+    # also sets the length that tools.plan gives the engine.
+    ("eval_samples eval_temperature eval_top_p", "eval_data", (), "--eval_data with files"),
+    ("eval_samples eval_temperature eval_top_p", "eval_every", 0, "--eval_every above 0"),
+    ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
+    ("max_staleness", "carry", 0, "--carry above 0"),
+)
 
 
 def check_given(cfg: Config, given: Sequence[str]) -> None:
@@ -1000,13 +1046,14 @@ def tyro_errors(command: str) -> Iterator[None]:
         #     ╰─────────────────────────────────────────────────────────────────────╯
         box = re.sub(r"\x1b\[[\d;]*m|[│├╮╰]", "", said.getvalue())
         parts = [" ".join(part.split()) for part in re.split("[-─]{9,}", box)]
+        # parts[1] is the error: FOUND, or FOUND. Expected NEEDED.
         found, _, needed = parts[1].strip(".").partition(". Expected ")
         foreign = re.search(r"options: ([\w.]+)=", found)  # Unrecognized options: micro_batch=3
         if foreign:
             # (): only the table of docs/faq.md. tyro itself suggests flags of ours.
             found += hint(foreign[1], ())
         # As in the box above, or "… could not convert string to float: 'x'"
-        number = re.search(r"(--\w+):.* (int|float)\b.*(\'.*\')", found)
+        number = re.search(r"(--\w+):.* (int|float)\b.*(\'.*\')", found)  # flag, type, 'value'
         if number:
             found = f"{number[1]} is {number[3]}"
             needed = "a whole number" if number[2] == "int" else "a number"
@@ -1021,16 +1068,18 @@ def run_command(function: Callable, prog: str) -> Any:
 
     with user_errors(prog):
         with tyro_errors(prog):  # hides stderr, so `function` must run later
+            # later(…) returns partial(function, …), which holds the arguments and runs nothing.
             later = functools.partial(functools.partial, function)
             # Without `description`, tyro would take the docstring of functools.partial.
             about = inspect.getdoc(function).partition("\nArgs:")[0]
+            # wraps: tyro reads function's signature from `later`.
             call = tyro.cli(functools.wraps(function)(later), prog=prog, description=about)
         return call()
 
 
 def in_groups(text: str) -> str:
     """Returns tyro's text of --help with a title above each group of flags. The titles are the comments
-    `# --- title` in Config."""
+    `# --- title` in Config. A title belongs above the flag of the next field, `first`."""
     for title, first in re.findall(r"# --- (.+)\n    (\w+):", inspect.getsource(Config)):
         text = text.replace(f"\n  --{first} ", f"\n\n {title}\n  --{first} ")
     return text
@@ -1039,14 +1088,16 @@ def in_groups(text: str) -> str:
 def check_paths(cfg: Config) -> None:
     """Raises UserError if a model, a template or a data file does not exist. Skips names on the Hugging Face
     Hub. On several machines, checks only the template. Later checks cover all."""
+    # prompt_form, model_folder and data_file raise the UserErrors. Their results are not needed here.
     prompt_form(cfg.template)
+    # torchrun sets both variables. They differ if there are several machines.
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
         return
     for model in (cfg.model, cfg.critic_model or cfg.model, cfg.ref_model or cfg.model):
         if not from_hub(model):
             model_folder(model)
     for path in cfg.data + cfg.eval_data:
-        if not re.match("[^/]+/[^/]+:", path):
+        if not re.match("[^/]+/[^/]+:", path):  # OWNER/NAME:FILE of the Hub
             data_file(path)
 
 
@@ -1068,8 +1119,8 @@ def set_allocator() -> None:
 
 
 def check_model(path: str) -> None:
-    """Raises UserError if `path` is a run's folder, a checkpoint or an adapter. A run's folder, too, has
-    a config.json."""
+    """Raises UserError if `path` is a run's folder (which has a folder ckpt), a checkpoint (RUN/ckpt/STEP) or
+    an adapter. A run's folder, too, has a config.json, but not that of a model."""
     names = names_in(Path(path))
     is_part = Path(path).parent.name == "ckpt" or "adapter_config.json" in names
     require(
@@ -1083,6 +1134,7 @@ def from_hub(name: str) -> bool:
     """Returns whether `name` means a model of the Hugging Face Hub: `name` has the form OWNER/NAME, and there
     is no folder OWNER."""
     of_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)
+    # TINY.model is runs/tiny-base-0. If the folder runs is missing, it is still no name of the Hub.
     return bool(of_hub) and name != TINY.model and not Path(name).parent.is_dir()
 
 
@@ -1094,6 +1146,9 @@ def model_folder(path: str) -> Path:
         needed = "python -m tools.tiny, which makes it"
     require(path != "" and Path(path).is_dir(), f"no model folder {path!r}", needed)
     return Path(path)
+
+
+DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
 
 
 def data_file(path: str) -> Path:
@@ -1149,34 +1204,6 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# `parse` refuses flags without effect. A row has four columns: flags; a field or property of Config; the
-# value of the field with which these flags have no effect; what the error message asks for.
-NO_EFFECT = (
-    (
-        "critic_model critic_updates critic_lr value_clip freeze_policy_steps",
-        "algo",
-        "grpo",
-        "--algo ppo",
-    ),
-    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
-    ("gamma lam", "compares_samples", True, "--algo ppo, or --advantage return_whiten"),
-    ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
-    ("kl_estimator", "has_ref", False, "--kl_coef above 0, or --ref_model"),
-    ("mismatch_bounds", "mismatch", "none", "--mismatch token-truncate, or another but none"),
-    # With one update, the ratio is 1.
-    ("clip_low clip_high", "clips", False, "--policy_updates 2 or --passes_per_step 2"),
-    ("value_clip", "clips_values", False, "--critic_updates 2 or --passes_per_step 2"),
-    ("lora_alpha", "lora", 0, "--lora above 0"),
-    ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
-    # With --data, the preset's evaluation sets do not count. --eval_response_len is no part of this row: it
-    # also sets the length that tools.plan gives the engine.
-    ("eval_samples eval_temperature eval_top_p", "eval_data", (), "--eval_data with files"),
-    ("eval_samples eval_temperature eval_top_p", "eval_every", 0, "--eval_every above 0"),
-    ("max_turns", "env", "", "--env FILE.py:FUNCTION"),
-    ("max_staleness", "carry", 0, "--carry above 0"),
-)
-
-
 # --- files and JSON rows
 
 
@@ -1207,16 +1234,13 @@ def follow_umask(file: Path) -> None:
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
-
-
 def limit_memory(more: int, for_good: bool = False) -> None:
     """Limits the memory of this process to what it uses now and `more` bytes. for_good: whether the process
     can't raise the limit again."""
     with contextlib.suppress(OSError, ValueError):  # no Linux, or a lower limit is already set
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        pages = int(Path("/proc/self/statm").read_text().split()[0])  # of the address space
         most = pages * resource.getpagesize() + more
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)  # the process may set limits up to `hard`
         resource.setrlimit(resource.RLIMIT_AS, (most, most if for_good else hard))
 
 
@@ -1235,7 +1259,7 @@ def if_there(work: Callable[[Path], T], path: Path) -> T | None:
         # NotADirectoryError: a part of the path is a file. ValueError: the path has a NUL.
         except (FileNotFoundError, NotADirectoryError, ValueError):
             links = filter(os.path.islink, (path, *path.parents))
-            if all(map(os.path.exists, links)):
+            if all(map(os.path.exists, links)):  # False if a link's target is missing
                 return None
             error = "a link without its target"
         except OSError as e:
