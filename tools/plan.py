@@ -51,7 +51,7 @@ ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
 TORCH_BUFFERS = 0.35 * GIB
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
-HOLES = 0.015  # unused memory between activations, as a share of the activations
+HOLES = 0.015  # unused memory between tensors, as a share of the tensors (activations, weights, moments)
 HEADROOM = 0.08  # share of a device's memory that choices of the plan leave free
 ASSUMED_PROMPTS = 57_000  # number of prompts in an epoch, if the data can't be read
 PACK_LEN = 16384  # smallest value that is chosen for --pack_len 0
@@ -77,10 +77,11 @@ LOAD = 1.5e9  # bytes/s at which a model's files are read
 DECODE_HOST = {"vllm": (1.6e-3, 22e-6), "torch": (0.1e-3, 0.5e-6)}
 # Host seconds for each layer of each pack: forward and backward pass; added by FSDP; added by recomputation.
 LAYER_HOST, FSDP_HOST, RECOMPUTE_HOST = 1.4e-3, 2.1e-3, 1.5e-3
-# Host seconds of one layer in an optimizer step: of FSDP's DTensors, and of plain tensors.
+# Host seconds of one layer in an optimizer step. True: of FSDP's DTensors (several ranks); False: of plain
+# tensors.
 OPTIMIZER_HOST = {True: 4e-3, False: 0.3e-3}
-# Bytes that the output layer moves for each logit (fp32, and the gradient in the compute dtype), in a forward
-# and a backward pass.
+# Bytes that the output layer moves for each logit (fp32, and the gradient in the compute dtype): in a forward
+# pass, in a backward pass.
 HEAD_BYTES = 8, 14
 
 
@@ -97,7 +98,7 @@ class GPU(NamedTuple):
 
 GPUS = {
     gpu.name: gpu
-    for gpu in (
+    for gpu in (  # name, bytes of memory, FLOP/s, bytes/s of memory, bytes/s in the node, Gb/s to others
         GPU("H100", 79.1 * GIB, 989e12, 3.35e12, 450e9, 3200),
         GPU("H200", 139.8 * GIB, 989e12, 4.80e12, 450e9, 3200),
         GPU("B200", 178.3 * GIB, 2250e12, 8.00e12, 900e9, 3200),
@@ -126,8 +127,8 @@ class DeltaNets(NamedTuple):
     """The sizes of Qwen3.5's gated delta nets (model.delta_net)."""
 
     layers: int = 0  # number of layers that have one in place of attention
-    heads: int = 0  # of values
-    key_heads: int = 16
+    heads: int = 0  # number of heads of values
+    key_heads: int = 16  # number of heads of keys, and of queries
     key_dim: int = 128  # width of a head of keys
     dim: int = 128  # width of a head of values
     kernel: int = 4  # tokens that the convolution reads
@@ -177,18 +178,21 @@ class Shape:
         kinds of layers."""
         qkv = self.q + 2 * self.kv
         biases = qkv if self.qkv_bias else 0
+        # All widths are numbers of parameters divided by `hidden`.
         mixer = qkv + self.q  # width of all matrices of attention together
         net = self.delta
         if net.layers:
             mixer += self.q  # the gate of attention's output
+            # A delta net: queries, keys, values; gate, output and two numbers of each head; convolution
             of_net = net.mixed + 2 * net.heads * (net.dim + 1)
             of_net += net.kernel * net.mixed / self.hidden
-            mixer += net.layers / self.layers * (of_net - mixer)
-        width = mixer + 3 * self.inner + 2
+            mixer += net.layers / self.layers * (of_net - mixer)  # the mean over all layers
+        width = mixer + 3 * self.inner + 2  # 3 matrices of the MLP, 2 norms
         return int(self.hidden * width) + biases
 
     def adapters(self, rank: int) -> int:
-        """Number of parameters of the adapters (--lora) of all layers' matrices."""
+        """Returns the number of parameters of the adapters (--lora) of all layers' matrices. rank: --lora"""
+        # Inputs plus outputs of a layer's 7 matrices (4 of attention, 3 of the MLP)
         sides = 2 * (self.q + self.kv) + 7 * self.hidden + 3 * self.inner
         return self.layers * rank * sides
 
@@ -204,6 +208,7 @@ class Shape:
         return self.critic_params + (head - 1) * self.hidden
 
 
+# Columns: name, layers, hidden, heads, inner, vocab, KV heads
 KNOWN = {
     "0.5b": Shape("Qwen2.5-0.5B", 24, 896, 14, 4864, 151936, 2, tied=True),
     "1.5b": Shape("Qwen2.5-1.5B", 28, 1536, 12, 8960, 151936, 2, tied=True),
@@ -222,8 +227,8 @@ QWEN3_5 = {
     "9B": (32, 4096, 16, 12288, 248320, 4, 32),
     "27B": (64, 5120, 24, 17408, 248320, 4, 48),
 }
-for size, (*sizes, values) in QWEN3_5.items():
-    nets = DeltaNets(sizes[0] * 3 // 4, values)
+for size, (*sizes, value_heads) in QWEN3_5.items():
+    nets = DeltaNets(sizes[0] * 3 // 4, value_heads)  # in three of four layers
     tied = size in ("0.8B", "2B", "4B")
     shape = Shape(f"Qwen3.5-{size}", *sizes, tied, head_dim=256, qkv_bias=False, delta=nets)
     KNOWN[f"3.5-{size.lower()}"] = shape
@@ -232,10 +237,12 @@ TIED = ("gemma3_text", "smollm3", "cohere", "ernie4_5")
 
 
 def shape_of(config: dict, name: str) -> Shape:
-    """Returns the Shape for the content of a config.json. Raises UserError if a size is missing."""
+    """Returns the Shape for `config`, the content of a config.json. Raises UserError if a size is missing.
+    name: the model's path, for the message"""
     if "text_config" in config:  # Qwen3.5 with its vision tower
         config = config | config["text_config"]
     family = config.get("model_type", "")
+    # Sizes that every config must have, in the order of Shape's fields. `given`: sizes that it may lack.
     sizes = "num_hidden_layers hidden_size num_attention_heads intermediate_size vocab_size".split()
     given = filter(config.get, ("num_key_value_heads", "head_dim"))
     for size in (*sizes, *given):
@@ -246,6 +253,7 @@ def shape_of(config: dict, name: str) -> Shape:
             "a dense decoder like Llama or Qwen",
         )
     layers = config.get("layer_types") or []
+    # In the order of DeltaNets' fields after `layers`
     words = "num_value_heads num_key_heads key_head_dim value_head_dim conv_kernel_dim".split()
     nets = [config.get(f"linear_{word}", 0) for word in words]
     return Shape(
@@ -297,7 +305,7 @@ class Case:
 
     cfg: Config
     world: int  # number of ranks
-    shapes: list[Shape]  # of policy, critic and reference
+    shapes: list[Shape]  # of policy, critic and reference, also of those that the run lacks
     gpu: GPU | None  # the GPU of each rank; None for a run on CPUs
     local: int = 1  # number of ranks on one machine
     host: float = 0.0  # bytes of free memory on one machine; 0 if unknown
@@ -316,8 +324,8 @@ class Case:
 
     @property
     def params(self) -> dict[str, int]:
-        """A dict: name of a trained model -> its number of parameters. A critic on the policy's base
-        counts as the policy."""
+        """A dict: name of a trained model -> its number of parameters. If the critic shares the policy's
+        frozen base (see `shared`), it has the policy's number, with the LM head."""
         found = {}
         for name, shape in self.models.items():
             found[name] = shape.critic_params
@@ -327,33 +335,35 @@ class Case:
 
     @property
     def shared(self) -> bool:
-        """Whether one frozen base serves policy and critic (--lora)."""
+        """Whether one frozen base serves policy and critic: with --lora and without --critic_model."""
         return self.cfg.lora and not self.cfg.critic_model
 
     def shard(self, name: str) -> float:
-        """Returns the bytes of a rank's part of a model's fp32 weights. Every rank holds all adapters."""
+        """Returns the bytes of a rank's part of a model's trained fp32 weights. With --lora, these are the
+        adapters, and every rank holds all of them."""
         if self.cfg.lora:
             return 4 * self.models[name].adapters(self.cfg.lora)
         return 4 * self.params[name] / self.shards
 
     @property
     def saved(self) -> float:
-        """Bytes of a rank's part of the tensors that a checkpoint holds."""
-        ref = self.shard("policy") * self.cfg.keeps_ref
+        """Bytes of a rank's part of the tensors that a checkpoint holds: trained weights, AdamW's moments,
+        and with cfg.keeps_ref the reference."""
+        ref = self.shard("policy") * self.cfg.keeps_ref  # keeps_ref: True or False
         return (1 + MOMENTS) * sum(map(self.shard, self.params)) + ref
 
     @property
     def ref(self) -> float:
         """Bytes of a rank's shard of the reference's weights."""
-        of_weight = self.number if self.cfg.lora else 4
-        weights = self.shapes[2].policy_params
-        return of_weight * weights / self.shards
+        weight_bytes = self.number_bytes if self.cfg.lora else 4
+        _, _, ref = self.shapes
+        return weight_bytes * ref.policy_params / self.shards
 
     def base(self, name: str) -> float:
         """Returns the bytes of a rank's shard of a model's frozen base; 0 without --lora."""
         if not self.cfg.lora:
             return 0
-        return self.number * self.params[name] / self.shards
+        return self.number_bytes * self.params[name] / self.shards
 
     @property
     def timed(self) -> bool:
@@ -361,8 +371,8 @@ class Case:
         return self.gpu is not None and self.gpu.flops > 0
 
     @property
-    def number(self) -> int:
-        """Bytes of one number in activations and gathered weights."""
+    def number_bytes(self) -> int:
+        """Bytes of one number in the compute dtype (--dtype), which activations and gathered weights have."""
         bf16 = self.cfg.dtype == "bfloat16"
         if self.cfg.dtype == "auto":
             bf16 = self.gpu is not None
@@ -370,7 +380,8 @@ class Case:
 
     @property
     def capacity(self) -> float:
-        """Bytes of memory of a rank's device."""
+        """Bytes of memory of a rank's device; infinite if unknown. On CPUs, the ranks of a machine share its
+        memory."""
         if self.gpu:
             return self.gpu.memory
         return self.host / self.local or float("inf")
@@ -404,7 +415,8 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that share one copy of the weights and of the optimizer state."""
+        """Number of ranks that share one copy of the weights and of the optimizer state. With 1, nothing is
+        gathered."""
         return self.cfg.shard_ranks or self.world
 
     @property
@@ -419,7 +431,8 @@ class Case:
         total = self.saved + self.base("policy")
         if cfg.critic_model:
             total += self.base("critic")
-        # With --lora, the policy's base is also the reference, unless another one is given.
+        # A reference that is not in `saved` (see cfg.keeps_ref). With --lora, the policy's base is also the
+        # reference, unless --ref_model gives another one.
         if cfg.ref_model or (cfg.has_ref and not cfg.keeps_ref and not cfg.lora):
             total += self.ref
         return total
@@ -433,7 +446,7 @@ class Case:
     @property
     def engine_weights(self) -> float:
         """Bytes of the weights that one rank's engine reads."""
-        return self.number * self.params["policy"] / self.cfg.tp
+        return self.number_bytes * self.params["policy"] / self.cfg.tp
 
     @property
     def responses(self) -> int:
@@ -449,7 +462,7 @@ class Case:
         policy = self.models["policy"]
         head = policy.q // policy.heads
         width = max(policy.kv // self.cfg.tp, head)
-        return 2 * policy.attention_layers * width * self.number
+        return 2 * policy.attention_layers * width * self.number_bytes
 
     @property
     def state_bytes(self) -> float:
@@ -457,12 +470,13 @@ class Case:
         one at the last whole page, for its prefix cache."""
         net = self.models["policy"].delta
         recurrent = 4 * net.heads * net.dim * net.key_dim  # fp32
-        inputs = self.number * (net.kernel - 1) * net.mixed  # of the convolution
+        inputs = self.number_bytes * (net.kernel - 1) * net.mixed  # of the convolution
         return 2 * net.layers * (recurrent + inputs) / self.cfg.tp
 
     @cached_property
     def recompute(self) -> dict[str, int]:
-        """A dict: name of a trained model -> number of its layers that the backward pass recomputes."""
+        """A dict: name of a trained model -> number of its layers that the backward pass recomputes. Models
+        that share a base have the policy's number."""
         return {
             name: recomputed_layers(self, "policy" if self.shared else name) for name in self.models
         }
@@ -498,14 +512,15 @@ def settle(case: Case) -> Config:
     cfg = case.cfg
     if case.gpu and cfg.engine == "auto":
         return _with_engine(case, faster_engine(case)).cfg
-    shards = [cfg.shard_ranks]
+    # The values to try for --shard_ranks and --offload, in order
+    shard_ranks = [cfg.shard_ranks]
     if cfg.shard_ranks == "auto":
-        shards = [0] if case.world % case.local else [case.local, 0]
-    places = [cfg.offload]
+        shard_ranks = [0] if case.world % case.local else [case.local, 0]
+    offload = [cfg.offload]
     if cfg.offload == "auto":
-        places = ["off", "on"] if case.gpu else ["off"]
+        offload = ["off", "on"] if case.gpu else ["off"]
     least = cfg.pack_len or max(PACK_LEN, cfg.model_len)
-    for ranks, place in product(shards, places):
+    for ranks, place in product(shard_ranks, offload):
         choice = replace(
             cfg,
             shard_ranks=ranks,
@@ -515,19 +530,25 @@ def settle(case: Case) -> Config:
         if choice == cfg:  # nothing is to be chosen
             return cfg
         if _leaves_room(replace(case, cfg=choice)):
-            break
+            break  # if no choice fits, the last one stays: it needs the least memory
     if cfg.pack_len or not case.timed:
         return choice
     best = math.inf  # seconds of a step with the packs of `choice`
     for length in (least, 2 * least, 4 * least):
         planned = replace(case, cfg=replace(choice, pack_len=length))
         step = seconds(planned, *planned.longest)["step"]
-        # Otherwise packs of half the length hold the whole minibatch, too.
+        # Otherwise one pack of half the length holds a rank's whole part of a minibatch, too.
         useful = length < 2 * case.minibatch(cfg.model_len)
         if useful and step <= 1.001 * best and _leaves_room(planned):
             choice = planned.cfg
             best = step
     return choice
+
+
+def _quarter_lengths(cfg):
+    """Returns the mean tokens of prompt and response in a step of quarter length: its responses have a
+    quarter of --max_response_len, and its prompts an eighth of --max_prompt_len."""
+    return cfg.max_prompt_len / 8, cfg.max_response_len / 4
 
 
 def faster_engine(case: Case) -> str:
@@ -537,11 +558,11 @@ def faster_engine(case: Case) -> str:
     rounds (vLLM keeps earlier turns and rounds in its cache)."""
     cfg = case.cfg
     policy = case.models["policy"]
-    measured = policy.fused and case.number == 2 and not case.state_bytes
+    measured = policy.fused and case.number_bytes == 2 and not case.state_bytes
     measured = measured and cfg.tp == 1 and not (cfg.env or cfg.round_len)
     if not (measured and case.timed):
         return "vllm"
-    lengths = _quarter(cfg)
+    lengths = _quarter_lengths(cfg)
     torch = _with_engine(case, "torch")
     vllm = _with_engine(case, "vllm")
     faster = seconds(torch, *lengths)["step"] < 0.9 * seconds(vllm, *lengths)["step"]
@@ -549,6 +570,7 @@ def faster_engine(case: Case) -> str:
 
 
 def _with_engine(case, engine):
+    """Returns the same case with this --engine."""
     return replace(case, cfg=replace(case.cfg, engine=engine))
 
 
@@ -556,7 +578,7 @@ def _leaves_room(case):
     """Returns whether the case fits, with the share HEADROOM of a GPU's memory left free."""
     if shortage(case):
         return False
-    if host_need(case)["machine"] > case.host > 0:
+    if host_need(case)["machine"] > case.host > 0:  # 0: unknown
         return False
     _, usage = fullest(case)
     limit = (1 - HEADROOM) * case.capacity
@@ -594,81 +616,88 @@ def _per_token(case, shape, recompute):
     1. the activations that all layers together keep for the backward pass
     2. the activations that one recomputed layer adds in the backward pass
 
-    recompute: number of layers to recompute"""
+    recompute: number of layers to recompute. All layers: as in a forward pass without training, the only
+        activations are those of the layer that runs"""
     d = shape.hidden
     inner = shape.inner
     # What a layer stores: the inputs of norms and matrix products, tensors of the MLP (see model.gated_mlp),
     # and attention's inputs and output. If segments share prefixes, the latter are stored for the tokens of
     # all segments, and attention's output once more. Sharing saves 4 % of the tokens or more
     # (data.LEAST_SHARED).
-    of_mlp = 3 - shape.silu if case.gpu else 4
-    shared = 4 * d + shape.q + of_mlp * inner
-    of_segments = 2 * shape.q + 2 * shape.kv
-    stored = case.number * (0.96 * shared + of_segments)
+    of_mlp = 3 - shape.silu if case.gpu else 4  # number of tensors of size `inner`
+    shared = 4 * d + shape.q + of_mlp * inner  # numbers a token
+    of_segments = 2 * shape.q + 2 * shape.kv  # numbers a token
+    # Bytes a token of one layer
+    stored = case.number_bytes * (0.96 * shared + of_segments)
     # What a delta net stores besides, fitted to one run of bench/nullgpu/trainer.py (0.8B, one rank)
     net = shape.delta
-    stored += case.number * 6 * net.mixed * net.layers / shape.layers
-    whole = stored * (shape.layers - recompute)
-    inputs = case.number * d * recompute
+    stored += case.number_bytes * 6 * net.mixed * net.layers / shape.layers
+    whole = stored * (shape.layers - recompute)  # of the layers that are not recomputed
+    inputs = case.number_bytes * d * recompute  # a recomputed layer keeps only its input
     # When the backward pass reaches a recomputed layer, the layers after it are freed, and this layer's
     # activations are stored again: as for other layers, but without its input, which is counted already, and
     # without one tensor of the MLP (bench/nullgpu/memory.py).
-    again = stored - case.number * (d + inner)
+    again = stored - case.number_bytes * (d + inner)
     return inputs + whole, max(0, again - whole)
 
 
 def _logits(case, vocab, tokens):
     """Returns the bytes of the chunks of logits that are in memory at once. A GPU holds one chunk of fp32
-    logits, and its gradient in the compute dtype."""
-    chunk = CHUNK_BYTES["cuda" if case.gpu else "cpu"]
-    alive = 1 + case.number / 4 if case.gpu else CHUNKS_ALIVE
+    logits, and its gradient in the compute dtype. vocab: 0 for a model without logits"""
+    chunk = CHUNK_BYTES["cuda" if case.gpu else "cpu"]  # most bytes of a chunk
+    alive = 1 + case.number_bytes / 4 if case.gpu else CHUNKS_ALIVE  # number of chunks
     return alive * min(chunk, 4 * vocab * tokens)
 
 
 def _allocator_loss(case, shape, root, logits, kept):
-    """Returns the bytes that torch's allocator holds beyond the tensors in use; 0 on CPUs. kept: bytes of the
-    activations that are kept for the backward pass"""
+    """Returns the bytes that torch's allocator holds beyond the tensors in use; 0 on CPUs.
+
+    root: number of weights outside the layers
+    logits: bytes of the chunks of logits (see `_logits`)
+    kept: bytes of the activations that are kept for the backward pass"""
     if not case.gpu:
         return 0
     # An estimate of the free memory in pieces that are too small for later tensors.
     pieces = 4 * shape.layer + HOLES * kept
-    of_root = 0 if case.cfg.lora else 4 * root / case.shards
+    of_root = 0 if case.cfg.lora else 4 * root / case.shards  # a rank's shard in fp32
     if case.shards == 1:
         return pieces + max(of_root, logits / 2)
-    # This counts the inputs (a rank's shard) and the outputs (the whole weights) of two all-gathers: the
-    # root's and one layer's. Only FSDP's CUDA stream can reuse this memory.
-    whole = case.number * (root + shape.layer)
+    # The last two terms are the outputs (the whole weights) and the inputs (a rank's shard) of two
+    # all-gathers: the root's and one layer's. Only FSDP's CUDA stream can reuse this memory.
+    whole = case.number_bytes * (root + shape.layer)
     return pieces + of_root + logits + whole + whole / case.shards
 
 
 def _update_instants(case, name, recompute):
-    """Returns a list: the memory (Usage with its total) at two instants of an update. The peak is at one of
-    them: the fused AdamW step needs no memory of its own."""
+    """Returns a list: the memory (Usage with its total) at two instants of an update of the model `name`,
+    whose backward pass recomputes `recompute` layers. The peak is at one of the instants, because the fused
+    AdamW step needs no further memory."""
     shape = case.models[name]
     params = case.params[name]
-    b = case.number  # bytes of a number in the compute dtype
+    b = case.number_bytes  # bytes of a number in the compute dtype
     d = shape.hidden
     lora = case.cfg.lora > 0  # only adapters are trained
     # The root (all weights outside the layers) stays gathered until the end of the backward pass.
-    root = params - shape.layers * shape.layer
+    root = params - shape.layers * shape.layer  # number of weights
     vocab = shape.vocab if name == "policy" else 0  # the critic makes no logits
     head = 0 if lora else d * max(vocab, 1)  # weights of the head that have gradients
     layer = 0 if lora else shape.layer  # weights of a layer that have gradients
     tokens = min(case.cfg.pack_len, case.minibatch(case.cfg.model_len))  # of the largest pack
-    per_token, again = _per_token(case, shape, recompute)
-    activations = tokens * (per_token + 2 * b * d)
+    kept, again = _per_token(case, shape, recompute)  # bytes a token
+    activations = tokens * (kept + 2 * b * d)  # 2: tensors of size d outside the layers
     # A layer's backward pass also holds the gradients of down_proj's input and of the MLP's gate and up
     # projections, and two gradients of size d.
     width = 3 * shape.inner + 2 * d
     working = tokens * (again + b * width)
     logits = _logits(case, vocab, tokens)
     copied = 0 if lora and case.shards == 1 else b  # bytes of a weight's copy for computing
-    gathered = copied * root
+    gathered = copied * root  # bytes
     if case.shards == 1:
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
         gathered += copied * shape.layer * (shape.layers - recompute)
     shard = case.shard(name)
-    at_rest = _asleep(case) | {
+    # In memory at both instants
+    common = _asleep(case) | {
         "weights": shard + case.base(name),
         "gradients": shard,
         "AdamW": MOMENTS * shard,
@@ -689,7 +718,7 @@ def _update_instants(case, name, recompute):
         "activations": activations + working,
         "whole gradients": b * head + 4 * layer,
     }
-    return [_with_total(case, at_rest | usage) for usage in (of_head, of_layer)]
+    return [_with_total(case, common | usage) for usage in (of_head, of_layer)]
 
 
 def _engine_memory(case):
@@ -697,17 +726,18 @@ def _engine_memory(case):
     of the memory: first for weights and buffers, and the rest for the KV cache. The torch engine takes no
     more than --max_num_seqs responses of full length need."""
     cfg = case.cfg
-    rows = cfg.max_num_seqs
+    rows = cfg.max_num_seqs  # number of responses that are decoded at once
     if not case.gpu:
         rows = min(rows, case.responses)
-    logits = 4 * rows * case.models["policy"].vocab
+    logits = 4 * rows * case.models["policy"].vocab  # bytes
     buffers = cfg.sampler_copies(case.gpu is not None) * logits
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.gpu:
+        # engine_sleeps: vLLM
         buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
         share = cfg.engine_share * case.gpu.memory
         room = max(share - case.engine_weights - buffers, 0.0)
-        pages = 1 + rows * math.ceil(cfg.engine_len / KV_PAGE)
+        pages = 1 + rows * math.ceil(cfg.engine_len / KV_PAGE)  # 1: a page for empty slots
         cache = min(room, pages * KV_PAGE * case.kv_bytes)
         if case.engine_sleeps:
             cache = room
@@ -715,8 +745,9 @@ def _engine_memory(case):
 
 
 def _asleep(case):
-    """Returns the engine's memory while models are trained, as a Usage. The torch engine keeps its weights.
-    The KV cache of vLLM on a CPU (0.25 GiB) is neglected."""
+    """Returns the engine's memory while models are trained, as a Usage with one item: "sleeping engine" for
+    vLLM; "engine weights" for the torch engine, which keeps its weights. The KV cache of vLLM on a CPU
+    (0.25 GiB) is neglected."""
     if case.engine_sleeps:
         return {"sleeping engine": SLEEPING_ENGINE}
     return {"engine weights": case.engine_weights}
@@ -729,6 +760,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     policy = case.models["policy"]
     # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
     # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
+    # `root` and `gathered` are numbers of weights, and become bytes in `sync`.
     root = case.params["policy"] - policy.layers * policy.layer
     gathered = 2 * max(root, policy.layer)
     if case.shards > 1:
@@ -737,32 +769,36 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         # Merging the adapters copies one matrix, partly in fp32: 8 times its size in all.
         gathered = 8 * policy.hidden * policy.inner
     # While vLLM loads the embedding, or the output layer, it has this matrix two more times
-    # (VLLMEngine.load). If both are tied, it also keeps the memory of an output layer.
-    copies = case.engine_sleeps * (2 + policy.tied) * policy.vocab * policy.hidden
+    # (VLLMEngine.load). If both are tied, it also keeps the memory of an output layer. Without engine_sleeps
+    # (torch engine, CPUs), no copies are counted.
+    copies = case.engine_sleeps * (2 + policy.tied) * policy.vocab * policy.hidden  # numbers
     sync = {
         "weights": case.shard("policy") + case.base("policy"),
-        "gathered weights": case.number * gathered + HOLES * case.base("policy"),
-        "engine weights": case.engine_weights + case.number * copies,
+        # HOLES: between the tensors of a frozen base (--lora)
+        "gathered weights": case.number_bytes * gathered + HOLES * case.base("policy"),
+        "engine weights": case.engine_weights + case.number_bytes * copies,
     }
+    # `_asleep` adds vLLM's "sleeping engine". For the torch engine, it has the same "engine weights" as sync.
     instants = [
         ("sync", sync | _asleep(case)),
         ("rollout", _engine_memory(case)),
     ]
     # Without --ref_model, ref has the policy's shape. Then the policy's update needs more memory than ref.
     if case.cfg.ref_model:
-        shape = case.shapes[2]
+        _, _, shape = case.shapes  # the reference's
         tokens = case.cfg.pack_len
-        _, of_a_layer = _per_token(case, shape, shape.layers)
+        # The reference is not trained. Only the layer that runs has activations, as if all were recomputed.
+        _, of_a_layer = _per_token(case, shape, recompute=shape.layers)
         root_and_layer = shape.policy_params - (shape.layers - 1) * shape.layer
         ref = {
             "weights": case.ref,
             "activations": tokens * of_a_layer,
-            "gathered weights": case.number * root_and_layer,
+            "gathered weights": case.number_bytes * root_and_layer,
             "logits": _logits(case, shape.vocab, tokens),
         }
         instants.append(("ref", ref | _asleep(case)))
     found = [(phase, _with_total(case, usage)) for phase, usage in instants]
-    for name, recompute in case.recompute.items():
+    for name, recompute in case.recompute.items():  # the phases "critic" and "policy"
         found += product([name], _update_instants(case, name, recompute))
     return found
 
@@ -777,7 +813,7 @@ def _with_total(case, usage):
     if not case.offloads:
         counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
         idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
-    elif case.cfg.lora:  # only the base moves
+    elif case.cfg.lora:  # only the base moves to the host; adapters and their moments stay
         idle += case.saved
     usage = usage | {"CUDA and idle state": idle}
     return {"total": sum(usage.values())} | usage
@@ -836,9 +872,9 @@ def disk(case: Case) -> dict[str, int]:
     checkpoints with the exports."""
     cfg = case.cfg
     checkpoint = case.saved
-    if not cfg.lora:
+    if not cfg.lora:  # with --lora, one rank's part already has all adapters
         checkpoint *= case.shards
-    exports = 2 * sum(case.params.values())
+    exports = 2 * sum(case.params.values())  # bf16: 2 bytes a weight
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1
     if cfg.keep_best and cfg.eval_data:
@@ -868,7 +904,7 @@ def sent(size: float, ranks: int, nodes: int) -> Sent:
     # In NCCL's ring, each rank sends `total` bytes to the next rank (nccl-tests, doc/PERFORMANCE.md, "bus
     # bandwidth"). Only one rank of each node has its next rank on another node.
     total = size * (ranks - 1) / ranks
-    outside = 0
+    outside = 0  # share of the ranks that send to another node
     if nodes > 1:
         outside = nodes / ranks
     return Sent(total * (1 - outside), total * outside)
@@ -885,14 +921,15 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
     params = case.params[name]
     nodes = math.ceil(case.shards / case.local)  # that share one copy of the weights
     copies = case.world // case.shards
-    reduced = 4 * params
+    reduced = 4 * params  # fp32 gradients
     if case.cfg.lora:  # every rank holds all adapters
         reduced = 0
         copies = case.world
     nodes_of_copies = min(copies, math.ceil(case.world / case.local))
-    layers = case.number * shape.layers * shape.layer
+    # Bytes of all layers' weights. The root stays gathered after the forward pass.
+    layers = case.number_bytes * shape.layers * shape.layer
     return {
-        "forward": sent(case.number * params, case.shards, nodes),
+        "forward": sent(case.number_bytes * params, case.shards, nodes),
         "backward": sent(layers, case.shards, nodes),
         "reduce": sent(reduced, case.shards, nodes),
         "all-reduce": sent(2 * case.shard(name), copies, nodes_of_copies),
@@ -901,7 +938,7 @@ def traffic(case: Case, name: str) -> dict[str, Sent]:
 
 def sent_in_step(case: Case) -> Sent:
     """Returns the bytes that a rank sends in a step, if all samples have the maximum length. The samples
-    themselves are not counted: 8 bytes a token."""
+    themselves (8 bytes a token) are not counted."""
     cfg = case.cfg
     packs = case.packs(cfg.model_len)
     passes = cfg.passes_per_step * packs
@@ -910,27 +947,28 @@ def sent_in_step(case: Case) -> Sent:
     for name, params in case.params.items():
         extra = packs  # forward passes without training: the critic's values
         if name == "policy":
-            # old log-probs, a sync, and the reference in passes of the policy's size
+            # One sync, and the old log-probs (needs_old_logp: True or False)
             extra = 1 + packs * cfg.needs_old_logp
-            if cfg.has_ref:
-                extra += packs * case.shapes[2].policy_params / params
-        counts = {
+            if cfg.has_ref:  # the reference, in passes of the policy's size
+                _, _, ref = case.shapes
+                extra += packs * ref.policy_params / params
+        counts = {  # how often each collective runs in a step
             "forward": passes + extra,
             "backward": passes,
             "reduce": passes,
             "all-reduce": cfg.passes_per_step * getattr(cfg, f"{name}_updates"),
         }
-        for collective, n in traffic(case, name).items():
-            within += counts[collective] * n.within
-            between += counts[collective] * n.between
+        for collective, size in traffic(case, name).items():
+            within += counts[collective] * size.within
+            between += counts[collective] * size.between
     return Sent(within, between)
 
 
-def _network(case, n):
-    """Returns the seconds in which each rank sends `n` (a Sent). Transfers within and between nodes run at
-    the same time, so only the longer counts."""
-    of_node = case.local * n.between
-    return max(n.within / case.within, of_node / case.between)
+def _network(case, size):
+    """Returns the seconds in which each rank sends `size` (a Sent). Transfers within and between nodes run at
+    the same time, so the result is the longer time."""
+    of_node = case.local * size.between  # bytes that all ranks of a node send to other nodes
+    return max(size.within / case.within, of_node / case.between)
 
 
 def layer_flops(gpu: GPU, hidden: int) -> float:
@@ -959,8 +997,8 @@ def _passes(case, name, prompt, response):
         tokens,
         tokens * length,  # sum of the squared lengths: tokens / length samples, each of length²
     )
-    device = flop / layer_flops(case.gpu, shape.hidden)  # of the layers' forward pass
-    host = layers * LAYER_HOST  # of a forward and a backward pass together
+    device = flop / layer_flops(case.gpu, shape.hidden)  # seconds of the layers' forward pass
+    host = layers * LAYER_HOST  # seconds of a forward and a backward pass together
     if case.shards > 1:
         host += layers * FSDP_HOST
     # A forward pass is a third of forward and backward pass, for the device and about for the host. A
@@ -968,16 +1006,16 @@ def _passes(case, name, prompt, response):
     # recomputed layer.
     computed_forward = max(device, host / 3)
     recomputed = case.recompute[name]
-    times = 2 - bool(cfg.lora) + recomputed / layers
+    forwards = 2 - bool(cfg.lora) + recomputed / layers
     host_back = host * 2 / 3 + recomputed * RECOMPUTE_HOST
-    computed_backward = max(device * times, host_back)
+    computed_backward = max(device * forwards, host_back)
     if name == "policy":
-        of_head = _head_seconds(case, shape, tokens * response / length)
-        computed_forward += of_head[0]
-        computed_backward += of_head[1]
+        head_forward, head_backward = _head_seconds(case, shape, tokens * response / length)
+        computed_forward += head_forward
+        computed_backward += head_backward
     sending = {}  # collective -> seconds
-    for collective, n in traffic(case, name).items():
-        sending[collective] = _network(case, n)
+    for collective, size in traffic(case, name).items():
+        sending[collective] = _network(case, size)
     transfer = sending["backward"] + sending["reduce"]
     forward = max(computed_forward, sending["forward"])
     backward = max(computed_backward, transfer)
@@ -993,12 +1031,12 @@ def _passes(case, name, prompt, response):
 def _head_seconds(case, shape, tokens):
     """Returns the seconds of a forward and of a backward pass of the output layer, for `tokens` tokens. A
     forward pass has one matrix product, a backward pass three: it computes the logits again."""
-    logits = tokens * shape.vocab
-    product = 2 * logits * shape.hidden / (MATMUL * case.gpu.flops)
-    # Each chunk reads and writes the fp32 gradient of the output layer's weight.
-    chunks = 4 * logits / CHUNK_BYTES["cuda"]
+    logits = tokens * shape.vocab  # number of logits
+    product = 2 * logits * shape.hidden / (MATMUL * case.gpu.flops)  # seconds
+    # Each chunk reads and writes the fp32 gradient of the output layer's weight: 4 + 4 bytes a weight.
+    chunks = 4 * logits / CHUNK_BYTES["cuda"]  # number of chunks
     gradient = 8 * shape.vocab * shape.hidden
-    forward, backward = HEAD_BYTES
+    forward, backward = HEAD_BYTES  # bytes a logit
     moved = backward * logits + chunks * gradient
     copy = STREAM * case.gpu.hbm  # bytes/s
     return product + forward * logits / copy, 3 * product + moved / copy
@@ -1012,13 +1050,13 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     gpu = case.gpu
     # To decode one token of each response in a batch, an engine reads the weights and the KV cache once. This
     # costs the time for reading or the time for computing, whichever is longer.
-    fitting = kv_tokens(case) // (prompt + response)
+    fitting = kv_tokens(case) // (prompt + response)  # responses that the KV cache holds
     batch = max(1, min(cfg.max_num_seqs, case.responses, fitting))
     cached = batch * (prompt + response / 2)  # tokens in the KV cache, as a mean over the response
     # A step reads and writes the running state of each response (half of state_bytes).
     read = case.engine_weights + cached * case.kv_bytes + batch * case.state_bytes
     speed = BANDWIDTH * gpu.hbm  # bytes/s
-    reading = read / speed
+    reading = read / speed  # seconds, as `kernels` and `device`
     flop = 2 * case.params["policy"] * batch / cfg.tp
     policy = case.models["policy"]
     kernels = LAYER_DECODE * policy.layers
@@ -1026,7 +1064,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
     steps = tokens / batch
-    of_step, of_response = DECODE_HOST.get(cfg.engine, DECODE_HOST["vllm"])
+    of_step, of_response = DECODE_HOST.get(cfg.engine, DECODE_HOST["vllm"])  # host seconds
     # The longest of three:
     # 1. All steps with full batches. Between two steps, the device waits for the host.
     full = steps * (device + of_step)
@@ -1039,8 +1077,10 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
 
 def _moved_bytes(case, phase):
     """Returns how many bytes of a rank's weights and optimizer state move between host and device in the
-    phase, if the run offloads."""
-    if phase in case.models:  # moves with its optimizer's state, to the device and back
+    phase (see `seconds`), if the run offloads."""
+    if phase in case.models:
+        # With --lora, only the base moves, and only to the device, because it does not change. Otherwise the
+        # weights move with their optimizer's state, to the device and back.
         return case.base(phase) or 2 * (1 + MOMENTS) * case.shard(phase)
     if phase in ("sync", "old_logp"):
         return case.base("policy") or case.shard("policy")
@@ -1059,9 +1099,9 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
         "sync": weights + case.engine_weights / PUSH + WAKE * case.engine_sleeps,
         "rollout": decode_seconds(case, prompt, response),
     }
-    if cfg.has_ref:  # as the policy's forward passes, per parameter
-        params = case.shapes[2].policy_params
-        phases["ref"] = forward * params / case.params["policy"]
+    if cfg.has_ref:  # a parameter costs the same time as in the policy's forward passes
+        _, _, ref = case.shapes
+        phases["ref"] = forward * ref.policy_params / case.params["policy"]
     if cfg.needs_old_logp:
         phases["old_logp"] = forward
     if "critic" in case.models:
@@ -1077,8 +1117,8 @@ def extra_seconds(case: Case) -> dict[str, float]:
     """Returns the seconds of a run besides its steps: of the start, and those that the first step takes
     longer than others because it pins host memory."""
     cfg = case.cfg
-    read = case.number * sum(case.params.values()) / case.shards
-    pinned = case.offloads * case.state
+    read = case.number_bytes * sum(case.params.values()) / case.shards  # bytes
+    pinned = case.offloads * case.state  # bytes; offloads: True or False
     start = START.get(cfg.engine, START["vllm"])
     return {"start": start + read / LOAD, "first step, longer by": pinned / PIN}
 
@@ -1088,7 +1128,7 @@ def extra_seconds(case: Case) -> dict[str, float]:
 
 def shortage(case: Case) -> str:
     """Returns a sentence that says which memory is too small; "" if the run fits. The plan for CPUs is not
-    exact, so on CPUs a plan of up to twice the available memory counts as fitting."""
+    exact, so a run on CPUs may need up to twice the available memory."""
     phase, usage = fullest(case)
     limit = case.capacity if case.gpu else 2 * case.capacity
     if usage["total"] > limit:
@@ -1148,6 +1188,7 @@ def _changes(case):
         "shard_ranks": "auto",
     }
     single = [*free.items()]
+    # 0.2 to 0.95, the nearest to the given share first
     shares = [share / 20 for share in range(4, 20)]
     shares.sort(key=lambda share: abs(share - case.cfg.engine_share))
     single += product(["engine_share"], shares)
@@ -1170,23 +1211,18 @@ def verdict(case: Case) -> str:
 
 
 def engine_choice(case: Case) -> str:
-    """Returns a line: the engine that samples, and the seconds of a rollout with each engine; "" if the GPU's
-    speeds are unknown."""
+    """Returns a line: the engine that samples, and the seconds of a rollout of quarter length with each
+    engine that can run the case; "" if the GPU's speeds are unknown."""
     if not case.timed:
         return ""
     cfg = case.cfg
-    # The torch engine has neither tensor parallelism nor recurrent states.
+    # The torch engine has neither tensor parallelism (--tp) nor recurrent states (Qwen3.5).
     engines = ["vllm"] if cfg.tp > 1 or case.state_bytes else ["vllm", "torch"]
     times = []
     for engine in engines:
-        time = decode_seconds(_with_engine(case, engine), *_quarter(cfg))
+        time = decode_seconds(_with_engine(case, engine), *_quarter_lengths(cfg))
         times.append(f"{engine} {time:,.1f} s")
     return f"engine: {cfg.engine}; a rollout of quarter length: {', '.join(times)}"
-
-
-def _quarter(cfg):
-    """Returns the mean tokens of prompt and response in a step of quarter length."""
-    return cfg.max_prompt_len / 8, cfg.max_response_len / 4
 
 
 # --- the plan as a table
@@ -1200,7 +1236,7 @@ def plan_of(case: Case) -> Plan:
     cfg = case.cfg
     samples = cfg.samples_per_step
     steps = cfg.with_steps(case.prompts or ASSUMED_PROMPTS).steps
-    peaks = {}  # phase -> the instant with the largest total
+    peaks = {}  # phase -> the Usage with the largest total
     for phase, usage in memory(case):
         if phase not in peaks or usage["total"] > peaks[phase]["total"]:
             peaks[phase] = usage
@@ -1245,10 +1281,12 @@ def plan_of(case: Case) -> Plan:
 
 
 def _times(case, steps):
-    """Returns a dict: length of the responses -> phase -> estimated seconds. Each phase is of one step. The
-    dicts also have the hours of 1,000 steps and of the whole run."""
+    """Returns a dict: length of the responses -> phase -> estimated seconds of the phase in one step. The
+    inner dicts also have the seconds of the start, and the hours of 1,000 steps and of the whole run.
+
+    steps: number of steps of the run"""
     times = {
-        "quarter length": seconds(case, *_quarter(case.cfg)),
+        "quarter length": seconds(case, *_quarter_lengths(case.cfg)),
         "full length": seconds(case, *case.longest),
     }
     for phases in times.values():
@@ -1279,7 +1317,7 @@ def _in_gib(sizes):
 
 
 def _model_rows(case, name, steps):
-    """Returns the rows of one model in the section "models" of the plan. steps: of the run"""
+    """Returns the rows of one model in the section "models" of the plan. steps: number of steps of the run"""
     cfg = case.cfg
     updates = getattr(cfg, f"{name}_updates")
     if name == "policy":
@@ -1313,12 +1351,14 @@ def as_text(plan: Plan) -> list[str]:
                 cells = {"": cells}
             text = "".join(f" {_shown(x):>13}" for x in cells.values())
             of_rows.append(f"  {name:22}{text}")
+        # `cells` is the last row's. All rows of a section have the same columns.
         head += "".join(f"{column:>14}" for column in cells)
         lines += ["", head.rstrip(), *of_rows]
     return lines
 
 
 def _shown(x):
+    """Returns a cell as text. A number below 100 gets one decimal if it is no whole number."""
     if isinstance(x, str):
         return x
     return f"{x:,.1f}" if x % 1 and x < 100 else f"{x:,.0f}"
@@ -1337,6 +1377,7 @@ class PlanConfig(Config):
 
 def command(case: Case, words: Sequence[str]) -> str:
     """Returns the command that starts the planned run. words: those of this program's command line"""
+    # All words except --gpu and --json, which train.py does not have
     flags = re.sub(r" --(gpu[= ]\S+|(no[-_])?json)\b", "", f" {shlex.join(words)}")
     if case.world <= NODE:
         return f"python train.py{flags}"
@@ -1358,7 +1399,7 @@ def main() -> None:
     paths = (cfg.model, cfg.critic_model, cfg.ref_model)
     shapes = [read_shape(path or cfg.model) for path in paths]
     gpu = None if cfg.device == "cpu" else GPUS[cfg.gpu]
-    host = 0.0 if gpu else host_memory()  # GPUs: of another machine, whose memory is unknown (0)
+    host = 0.0 if gpu else host_memory()  # GPUs are of another machine, whose memory is unknown (0)
     local = min(world, NODE)
     case = Case(cfg, world, shapes, gpu, local, host, prompts)
     plan = plan_of(case)
