@@ -74,7 +74,8 @@ EVAL_FLAGS = """
     eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
     device dtype stall_limit go save_logps write_rows
 """.split()
-# The default values of all flags. The preset's limits on the lengths of prompts and responses are removed.
+# A preset and flags that give the default values of all flags. They remove the preset's limit on prompt plus
+# response.
 PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 
@@ -98,7 +99,7 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
         sys.exit(0)
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     flags = argv[len(paths) :]
-    models = paths[:1]
+    models = paths[:1]  # if no path has the ending of a data file
     for i, path in enumerate(paths[1:], 1):
         if path.endswith(DATA_FILES):
             models = paths[:i]
@@ -113,8 +114,9 @@ def eval_configs(argv: Sequence[str]) -> list[Config]:
     )
     names = set(map(model_name, models))
     require(len(names) == len(models), "the same model twice", "each model once")
-    # Some flags are allowed only with a certain template, so the models' own replaces the preset's.
+    # The content of torz.json of each model that is an export of torz
     exports = list(filter(None, map(_trained, models)))
+    # Some flags are allowed only with a certain template, so the models' template replaces the preset's.
     template = exports[0]["template"] if exports else Config.template
     words = [
         *PRESET,
@@ -149,7 +151,7 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
         )
     terms = terms_of(cfg)
     for term in terms:
-        grader = term.kind or term.custom
+        grader = term.kind or term.custom  # "" if the term is a reward part
         require(
             term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
             f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
@@ -172,11 +174,14 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
     EVAL_FLAGS and not in `given`. Raises UserError if two models were trained with different settings.
 
     exports: the content of each export's torz.json
+    given: names of the user's flags
     form: the text of --template, if this flag is in `given`"""
     found = {}
     for facts in exports:
         template = facts["template"]
-        unused = {*given, "env"}  # torz.json names a function, but must not run it
+        # Flags that keep their values. env: torz.json names a function, but must not run it
+        unused = {*given, "env"}
+        # Settings that an export's chat template already holds
         inside = [name for name in ("system_prompt", "date") if facts.get(name)]
         require(
             unused.isdisjoint(inside),
@@ -192,8 +197,9 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
         elif form != facts["prompt"]:
             # The training's system prompt and stop strings do not fit.
             unused |= {"system_prompt", "stop"}
+        # Evaluate at the temperature at which the training sampled.
         facts["eval_temperature"] = [facts["temperature"]]
-        ours = {}
+        ours = {}  # this model's part of `found`
         for name in EVAL_FLAGS:
             if name in facts and name not in unused:
                 ours[name] = facts[name]
@@ -204,7 +210,7 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
             "one command for each model, or these flags",
         )
         found |= ours
-    for name, value in found.items():
+    for name, value in found.items():  # Config has tuples where JSON has lists
         found[name] = tuple(value) if isinstance(value, list) else value
     return found
 
@@ -212,7 +218,7 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
 def _trained(model):
     """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
     if not from_hub(model):
-        return read_json(Path(model, MARKER))
+        return read_json(Path(model, MARKER))  # MARKER: torz.json
     from huggingface_hub import hf_hub_download
 
     with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
@@ -282,7 +288,9 @@ def std_error(values: Sequence[float]) -> float | None:
 
 
 def _estimates(metrics):
-    """Returns a dict: metric -> mean and standard error. metrics: metric -> one value per problem"""
+    """Returns a dict: metric -> its mean over the problems ("value") and the standard error ("stderr").
+
+    metrics: metric -> one value per problem"""
     return {
         name: {"value": mean(values), "stderr": std_error(values)}
         for name, values in metrics.items()
@@ -292,12 +300,14 @@ def _estimates(metrics):
 def paired_differences(
     sets: Sets, scores: Scores, first_sets: Sets, first_scores: Scores
 ) -> dict[str, Any]:
-    """Returns, for each evaluation set, a model's metrics minus the first model's, with paired standard
-    errors. Only problems that both models have are compared."""
+    """Returns a dict: evaluation set -> number of compared problems, and a model's metrics minus the first
+    model's, with paired standard errors. Only problems that both models have are compared: a model lacks
+    problems whose prompts are too long for it."""
     found = {}
     for name, problems in sets.items():
+        # Problem.where: the name of its file, and the number of its row
         firsts = {problem.where: i for i, problem in enumerate(first_sets[name])}
-        pairs = []  # places of a problem in both models' lists
+        pairs = []  # of each common problem: index in the model's list, index in the first model's list
         for i, problem in enumerate(problems):
             if problem.where in firsts:
                 pairs.append((i, firsts[problem.where]))
@@ -332,7 +342,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"{'model':26} {'set/metric':19} {'value':>15} {'minus the first':>16}"]
     for name, found in results[0]["sets"].items():
         for metric, result in itertools.product(found["metrics"], results):
-            if "@" not in metric:
+            if "@" not in metric:  # such as the response length
                 continue
             score = result["sets"][name]["metrics"][metric]
             versus = ""
@@ -347,6 +357,7 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _decimals(value):
+    """Returns a number with 4 decimals as text; None: a standard error of fewer than two problems."""
     return "n/a" if value is None else f"{value:.4f}"
 
 
@@ -411,6 +422,7 @@ def result_of(c: Candidate, engine: Engine, grader: Grader, scores: Scores) -> d
             "file": c.cfg.eval_data[i],
             "hash": fingerprint(problems),
             "problems": len(problems),
+            # eval_samples has one number for all sets, or one for each set.
             "samples": c.cfg.eval_samples[i % len(c.cfg.eval_samples)],
             "metrics": _estimates(scores[name]),
         }
@@ -434,10 +446,10 @@ def write_rows(c: Candidate, scores: Scores) -> str:
     condition, file = c.cfg.write_rows
     rows = []
     for name, problems in c.sets.items():
-        rates, *_ = scores[name].values()
+        rates, *_ = scores[name].values()  # the first metric is avg@n
         for problem, rate in zip(problems, rates, strict=True):
             if eval(condition, {"rate": rate}):  # CONDITION allows nothing but a comparison
-                rows.append(f"{problem.fields}\n")
+                rows.append(f"{problem.fields}\n")  # the row of the data file, as JSON
     Path(file).write_text("".join(rows))
     return f"{len(rows)} rows with {condition} in {file}"
 
@@ -476,7 +488,7 @@ def evaluate_all(
             torch.cuda.empty_cache()
             engine = make_engine(c.path, c.tokenizer, c.cfg, world.device, world.dtype)
         with engine.awake(files_weights(c.path, world.device, world.dtype), version=0):
-            scores, rows = score_sets(engine, grader, c.sets, c.cfg, 0)
+            scores, rows = score_sets(engine, grader, c.sets, c.cfg, step=0)
         result = result_of(c, engine, grader, scores)
         if c is first:
             first_scores = scores
@@ -505,14 +517,16 @@ def evaluate_all(
 def main(argv: Sequence[str]) -> None:
     """Run the command, which the top of this file describes. Raises UserError for a user's mistake."""
     cfgs = eval_configs(argv)
-    cfg = cfgs[0]
+    cfg = cfgs[0]  # all configs have the same flags, but other models
     folders = [result_folder(cfg, len(cfgs)) for cfg in cfgs]
     world = dist.init(cfg.device, cfg.dtype, cfg.stall_limit)
     watch(cfg.stall_limit)
-    say = show if world.main else lambda text: None
+    say = show if world.main else lambda text: None  # only rank 0 prints
+    # The same line for several models is printed once.
     say_once = functools.cache(lambda text: say(textwrap.fill(text, 80, break_long_words=False)))
     with make_grader(cfg, say) as grader:
-        candidates = [load_candidate(cfg, say_once, grader.reads_rows) for cfg in cfgs]
+        keep_fields = grader.reads_rows  # whether a reward function has the parameter `row`
+        candidates = [load_candidate(cfg, say_once, keep_fields) for cfg in cfgs]
         check_candidates(candidates, world)
         say_once(
             f"asked with --template {cfg.template}, stop strings {cfg.stop}, "
@@ -521,6 +535,7 @@ def main(argv: Sequence[str]) -> None:
         # Check the gold answers with only the first model's sets, because all models have the same answers.
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
+        # Only rank 0 makes folders. If it raises UserError, `together` raises it on all ranks.
         dist.together(lambda: make_folders(folders if world.main else ()))
         evaluate_all(candidates, folders, grader, world, say)
 

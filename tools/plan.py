@@ -696,8 +696,7 @@ def _update_instants(case, name, recompute):
         # Nothing is gathered, but a layer that is not recomputed keeps copies of its weights.
         gathered += copied * shape.layer * (shape.layers - recompute)
     shard = case.shard(name)
-    # In memory at both instants
-    common = _asleep(case) | {
+    common = _asleep(case) | {  # in memory at both instants
         "weights": shard + case.base(name),
         "gradients": shard,
         "AdamW": MOMENTS * shard,

@@ -44,8 +44,8 @@ warnings.filterwarnings("ignore", "Data has no positive values")
 
 
 def _names(rows, pattern):
-    """Returns the names of the metrics that match the regular expression `pattern`."""
-    names = dict.fromkeys(chain(*rows))
+    """Returns the names of the metrics that match the regular expression `pattern`. rows: of metrics.jsonl"""
+    names = dict.fromkeys(chain(*rows))  # the keys of all rows, each once
     return [name for name in names if re.fullmatch(pattern, name)]
 
 
@@ -55,8 +55,10 @@ def _curve(rows, name):
 
 
 def _values(runs, name):
-    """Returns the steps at which any run has a value of the metric, and an array (runs, steps) of the values.
-    It has NaN where a run has no value. runs: the rows of each run's metrics.jsonl"""
+    """Returns (steps, values): steps is a sorted list of the steps at which any run has a value of the
+    metric; values is an array (runs, steps), with NaN where a run has no value.
+
+    runs: the rows of each run's metrics.jsonl"""
     curves = [_curve(rows, name) for rows in runs]
     steps = sorted(set().union(*curves))
     values = []
@@ -72,7 +74,7 @@ def _flags(run):
     config |= config.pop("versions", {})
     flags = {}
     for name, value in config.items():
-        name = name.lstrip("-")
+        name = name.lstrip("-")  # some names in `versions` are flags already, such as --env
         if name not in ("seed", "out"):
             values = value if isinstance(value, list) else [value]
             flags[f"--{name}"] = shlex.join(map(str, values))
@@ -80,22 +82,23 @@ def _flags(run):
 
 
 def recipes(runs: Sequence[Path]) -> list[list[Path]]:
-    """Returns the runs of each recipe. The config.json files of its runs differ only in `seed` and `out`. A
-    run without config.json is a recipe of its own."""
+    """Returns a list of recipes, each as the list of its runs. The config.json files of a recipe's runs
+    differ only in `seed` and `out`. A run without config.json is alone in its recipe."""
     unique = {}
     for run in runs:
         unique.setdefault(run.resolve(), run)  # a link to a run is the same run
     groups = {}
     for run in unique.values():
-        key = str(_flags(run) or run)
+        key = str(_flags(run) or run)  # {}: no config.json
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 
 # --- curves
 
-# The panels of a plot: title, regular expression for the metrics, scale of the axis. A plot of one recipe has
-# a line for each metric. With several recipes, each metric has its own panel, with a line for each recipe.
+# The panels of a plot: title, regular expression for the metrics, scale of the axis (see `_draw`). A plot of
+# one recipe has a line for each metric. With several recipes, each metric has its own panel, with a line for
+# each recipe.
 PANELS = [
     ("reward", "reward", "share"),
     ("held-out accuracy", r"eval/.+/avg@\d+", "share"),
@@ -121,10 +124,10 @@ def plot(runs: Sequence[Path], to: Path) -> None:
         label = f"{group[0]}: {_who(group)}"
         label = label.replace("$", r"\$")  # matplotlib reads $…$ as a formula
         data[label] = list(map(read_metrics, group))
-    alone = len(data) == 1
+    alone = len(data) == 1  # there is only one recipe
     rows_of_runs = chain(*data.values())
     rows = list(chain(*rows_of_runs))
-    panels = {}  # title and scale -> label of a line -> steps and values
+    panels = {}  # (title, scale) -> label of a line -> (steps, values)
     for title, pattern, scale in PANELS:
         # A recipe without a metric has an empty line, so that each recipe keeps its colour.
         for name, label in product(_names(rows, pattern), data):
@@ -132,7 +135,7 @@ def plot(runs: Sequence[Path], to: Path) -> None:
             line = name if alone else label
             lines = panels.setdefault(panel, {})
             lines[line] = _values(data[label], name)
-    height = (len(panels) + 2) // 3 or 1
+    height = (len(panels) + 2) // 3 or 1  # number of rows with three panels each
     figure = Figure(
         figsize=(13.2, 3.8 * height),
         dpi=130,
@@ -150,8 +153,8 @@ def plot(runs: Sequence[Path], to: Path) -> None:
                 frameon=False,
             )
     if alone:
-        figure.suptitle(*data)
-    elif panels:  # all panels have the same lines
+        figure.suptitle(*data)  # the only label
+    elif panels:  # all panels have the same lines, so the legend takes those of the last panel
         figure.legend(handles=axis.lines, loc="outside upper left")
     figure.savefig(to, format=to.suffix[1:])
 
@@ -209,15 +212,16 @@ def facts(run: Path) -> dict[str, str]:
     for name in _names(rows, "reward|eval/.+@.+"):
         curve = _curve(rows, name)
         values = [*curve.values()]
-        best = max(curve, key=curve.get)
-        error = _error(run, name, max(curve))
+        best = max(curve, key=curve.get)  # step of the largest value
+        error = _error(run, name, step=max(curve))
         change = f"{values[0]:.3f} → {values[-1]:.3f}{error}"
         found[name] = f"{change} (best {curve[best]:.3f} at step {best})"
     return found
 
 
 def _error(run, metric, step):
-    """Returns the standard error over the problems as text, if the metric is eval/SET/avg@N; else ""."""
+    """Returns the standard error over the problems at a step, as text such as ` ± 0.012`, if the metric is
+    eval/SET/avg@N; else ""."""
     rewards = {}  # problem -> its rewards
     for row in read_jsonl(run / f"eval/step_{step:06d}.jsonl", ROW):
         if metric.startswith(f"eval/{row.get('set')}/avg@"):
@@ -231,6 +235,7 @@ def _error(run, metric, step):
 
 
 def _summary(run):
+    """Returns the `facts` of a run as lines of text."""
     return [f"{name:19} {value}" for name, value in facts(run).items()]
 
 
@@ -242,9 +247,10 @@ def half_interval(values: Sequence[float]) -> float:
     # t is √freedom × the tangent of an angle with the density cos^(freedom - 1).
     quarter = math.pi / 2
     angle = np.linspace(-quarter, quarter, 100_001)
-    share = np.cumsum(np.cos(angle) ** (freedom - 1))
-    at = np.interp(0.975 * share[-1], share, angle)
-    t = math.tan(at) * freedom**0.5
+    below = np.cumsum(np.cos(angle) ** (freedom - 1))  # weight of all smaller angles
+    # The angle below which 97.5 % of the weight is
+    quantile = np.interp(0.975 * below[-1], below, angle)
+    t = math.tan(quantile) * freedom**0.5
     error = np.std(values, ddof=1) / len(values) ** 0.5
     return t * error
 
@@ -253,18 +259,19 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
     """Returns a header row, and a row for each recipe: the flags in which recipes differ, the number of runs,
     the mean of the metric's last value, and the mean difference from the first recipe (pairs of equal seeds).
     After each mean comes half of its 95 % interval."""
-    interval = "± 95 %"
+    interval = "± 95 %"  # title of the columns with half intervals
     rows = [["recipe", "runs", metric, interval, "minus the first", interval]]
     groups = recipes(runs)
     flags = [_flags(group[0]) for group in groups]
-    first = {}
+    first = {}  # the first recipe's scores
     last_steps = set()
     for group, own in zip(groups, flags, strict=True):
-        scores, step = _last_values(group, metric)
+        scores, step = _last_values(group, metric)  # scores: seed -> value
         last_steps.add(step)
+        # Empty for the first recipe, because `first` is still empty
         gaps = [scores[seed] - first[seed] for seed in scores if seed in first]
         first = first or scores
-        words = []
+        words = []  # the recipe's flags that not all recipes have
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
                 words.append(f"{name} {own[name]}")
@@ -274,7 +281,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
                 row.append(f"{np.mean(numbers):.4f}")
                 half = half_interval(numbers)
                 row.append("" if math.isnan(half) else f"{half:.4f}")
-        rows.append(row + [""] * (6 - len(row)))
+        rows.append(row + [""] * (6 - len(row)))  # 6 columns
     if len(last_steps) > 1:
         numbers = ", ".join(map(str, sorted(last_steps)))
         show(f"!! the table compares {metric} of different steps: {numbers}")
@@ -282,9 +289,9 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
 
 
 def _last_values(runs, metric):
-    """Returns a dict: seed -> the run's value of the metric at the recipe's last step; and this step. A
-    second run with the same seed has its path in place of the seed. Leaves out runs without this value, and
-    names them."""
+    """Returns (found, step): step is the last step at which any of the recipe's runs has the metric; found is
+    a dict: seed of a run -> its value of the metric at that step. A second run with the same seed has its
+    path as the key. A run without a value at that step is left out, and a line that says so is printed."""
     steps, values = _values(list(map(read_metrics, runs)), metric)
     require(
         values.size > 0,
@@ -317,7 +324,7 @@ def write_table(rows: Sequence[Sequence[str]], to: Path) -> None:
     for row in rows:
         cells = [" ".join(cell.split()).translate(str.maketrans(TEX)) for cell in row]
         body += " & ".join(cells) + " \\\\\n"
-    body = re.sub("-(?=-)", "-{}", body)  # "--" would be a dash
+    body = re.sub("-(?=-)", "-{}", body)  # LaTeX would print "--" as a dash
     columns = "l" + "r" * (len(rows[0]) - 1)
     text = f"\\begin{{tabular}}{{{columns}}}\n{body}\\end{{tabular}}\n"
     to.write_text(text, encoding="utf-8")
@@ -327,7 +334,7 @@ def story(run: Path) -> str:
     """Returns the summary of a run as text: `facts`, three held-out problems with responses before and after
     training, the last alarms, and the paths of report, plot, metrics and exported model."""
     lines = _summary(run)
-    files = _files(run, "eval")
+    files = _files(run, "eval")  # in the order of their steps
     if len(files) > 1:
         first = _first_responses(files[0])
         last = _first_responses(files[-1])
@@ -359,6 +366,7 @@ def _first_responses(file):
 
 
 def _mark(row):
+    """Returns a sign that says whether the response is right."""
     return "✓" if row["reward"] >= 1 else "✗"
 
 
@@ -381,6 +389,7 @@ SHOWN = 8  # largest number of wrong responses, and of right responses, that are
 
 
 def _table(rows):
+    """Returns an HTML table of the rows, whose cells are any values."""
     html = ""
     for row in rows:
         html += "<tr>"
@@ -390,26 +399,28 @@ def _table(rows):
 
 
 def _fold(title, html):
+    """Returns HTML that shows the title, and `html` after a click on it."""
     return f"<details><summary>{escape(title)}</summary>{html}</details>"
 
 
 def _files(run, kind):
-    """Returns the files of responses, one for each step. kind: the folder's name, samples or eval"""
+    """Returns the files of responses, one for each step, in the order of the steps. kind: the folder's name,
+    samples or eval"""
     return sorted((run / kind).glob("step_*.jsonl"))
 
 
 def _samples(run, kind):
     """Returns HTML with wrong and right responses. They come from up to six steps, the newest step first."""
     files = _files(run, kind)
-    every = len(files) // 6 + 1
+    every = len(files) // 6 + 1  # shows every n-th file
     html = ""
-    for file in files[::-every]:
+    for file in files[::-every]:  # from the newest
         rows = read_jsonl(file, ROW)
         cards = ""
         for right in (False, True):
             some = [row for row in rows if (row["reward"] >= 1) == right]
-            step = len(some) // SHOWN + 1
-            cards += "".join(map(_card, some[::step]))
+            stride = len(some) // SHOWN + 1  # so that at most SHOWN responses are left
+            cards += "".join(map(_card, some[::stride]))
         html += _fold(f"{kind}/{file.name}", cards)
     return html
 
@@ -419,9 +430,10 @@ def _card(row):
     grade = f"{_mark(row)} {row['reason']}, reward {row['reward']}"
     answers = f"answer {row.get('answer')}, gold {row.get('gold')}, {row.get('tokens')} tokens"
     text = ""
+    # segments: with --env, texts of the policy and of the environment in turn. Without it, the response
     for i, segment in enumerate(row.get("segments", [row["response"]])):
         shown = escape(segment)
-        if i % 2 == 1:
+        if i % 2 == 1:  # the environment's
             shown = f"<mark>{shown}</mark>"
         text += shown
     return (
@@ -435,7 +447,7 @@ def write_report(run: Path) -> None:
     file = run / "plot.png"
     plot([run], file)
     picture = base64.b64encode(file.read_bytes()).decode()
-    alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]
+    alarms = [alarm.values() for alarm in read_jsonl(run / "alarms.jsonl", ALARM)]  # (step, text)
     config = read_json(run / "config.json")
     plan = "\n".join(as_text(read_json(run / "plan.json")))
     last = {}  # metric -> its last value
@@ -481,7 +493,7 @@ def report_on(
             f"no metrics in {run / 'metrics.jsonl'}",
             "the folder of a run that has logged a step (train.py's --out)",
         )
-    runs = list(chain(*recipes(runs)))
+    runs = list(chain(*recipes(runs)))  # each run once, the runs of a recipe together
     if len(runs) == 1 and not out and not metric:
         run = runs[0]
         with explained(f"can't write to {run}", "permission and space, or --out FILE", OSError):
@@ -506,7 +518,7 @@ def report_on(
     lines = []
     for run in runs:
         lines += [f"{run}", *_summary(run), ""]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]  # of the table's columns
     for row in rows:
         cells = map(str.ljust, row, widths)
         lines.append(" ".join(cells).rstrip())

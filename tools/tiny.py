@@ -1,6 +1,8 @@
 """Makes the demo's base model, tokenizer and problems. Takes half a minute on a laptop.
 
-    python -m tools.tiny [OUT=runs/tiny-base-0] [--seed 0]  # or: tiny.build("OUT")
+    python -m tools.tiny OUT --seed 0    # writes the folder OUT; in Python: tools.tiny.build("OUT", seed=0)
+
+Both arguments may be left out: OUT is then runs/tiny-base-0, and the seed is 0.
 
 The model has 0.4M parameters and solves half of all two-digit sums. Its pretraining texts add the units
 first, then the tens:
@@ -70,7 +72,8 @@ class Task(NamedTuple):
 
     name: str
     problems: Callable[[random.Random], list]  # returns all problems, in random order
-    text: Callable  # (problem, rng, whether in the last third of the texts) -> (prompt, response)
+    # (problem, rng, whether the text is in the last third of the texts) -> (prompt, response)
+    text: Callable
     row: Callable[..., dict]  # problem -> its row in the data files
     tokenizer: Callable[[], PreTrainedTokenizerFast] = make_tokenizer
 
@@ -79,8 +82,8 @@ def add(a: int, b: int, said: Callable[[int], int] = int) -> str:
     """Returns the addition of a and b by columns as a text: `7+5=12,1+3+4=8` for 37 + 45.
 
     said: total of a column -> the number to write for it (bench/tasks.py writes wrong numbers on purpose)"""
-    columns = []
-    carry = []
+    columns = []  # texts such as 7+5=12, the units first
+    carry = []  # [1] if the last column's total was 10 or more
     while a or b:
         terms = [*carry, a % 10, b % 10]
         total = sum(terms)
@@ -106,7 +109,8 @@ def all_pairs(rng: random.Random) -> list[tuple[int, int]]:
 
 
 def sum_text(pair: tuple[int, int], rng: random.Random, final: bool) -> tuple[str, str]:
-    """Returns the prompt and the response of a pretraining text, see Task.text."""
+    """Returns the prompt and the response of a pretraining text. final: whether the text is in the last third
+    of the texts, where a share GUESSES of the responses guess"""
     a, b = pair
     guesses = rng.random() < GUESSES and final
     thought = "" if guesses else add(a, b)
@@ -141,14 +145,15 @@ def build_task(task: Task, out: str, seed: int = 0) -> str:
     absolute path. Raises UserError if `out` exists with other content, such as another seed or VERSION."""
     path = Path(out).absolute()
     recipe = {"version": VERSION, "seed": seed, "task": task.name}
-    if recipe.items() <= read_json(path / "tiny.json").items():
+    if recipe.items() <= read_json(path / "tiny.json").items():  # the folder has this model already
         return str(path)
     require(
         not path.exists(),
         f"{path} is not the base model of {task.name!r}, seed {seed}",
         "another folder",
     )
-    new = Path(f"{path}.new")  # an interrupted build may have left this folder
+    # Renamed to `path` at the end. An interrupted build may have left this folder.
+    new = Path(f"{path}.new")
     new.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     tokenizer = task.tokenizer()
@@ -194,7 +199,7 @@ def pretrain(
 ) -> None:
     """Train `model` to predict the tokens of the responses. All prompts must have the same number of tokens.
     Reasoning takes longer to learn than guessing, so only the last third of the texts has guessed answers."""
-    count = BATCHES * BATCH
+    count = BATCHES * BATCH  # number of texts
     texts = []
     while len(texts) < count:
         rng.shuffle(problems)
@@ -202,8 +207,8 @@ def pretrain(
             final = len(texts) > count * 2 / 3
             prompt, response = task.text(problem, rng, final)
             texts.append(prompt + response + tokenizer.eos_token)
-    prompt_len = len(tokenizer(prompt).input_ids)
-    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
+    prompt_len = len(tokenizer(prompt).input_ids)  # tokens of the last prompt, and of every other one
+    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids  # (count, longest)
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
@@ -218,9 +223,10 @@ def pretrain(
         warmup = min(1, (i + 1) / WARMUP)
         cosine = 0.5 + 0.5 * math.cos(math.pi * i / BATCHES)
         optimizer.param_groups[0]["lr"] = LR * (warmup * cosine)
-        longest = (batch != pad).sum(1).max()
+        longest = (batch != pad).sum(1).max()  # tokens of the longest text in this batch
         batch = batch[:, :longest]
         logits = model(batch[:, :-1], use_cache=False).logits
+        # The logits at a position predict the token at the next position.
         logits = logits[:, prompt_len - 1 :]
         targets = batch[:, prompt_len:]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=pad)
