@@ -207,8 +207,9 @@ def pretrain(
             final = len(texts) > count * 2 / 3
             prompt, response = task.text(problem, rng, final)
             texts.append(prompt + response + tokenizer.eos_token)
-    prompt_len = len(tokenizer(prompt).input_ids)  # tokens of the last prompt, and of every other one
-    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids  # (count, longest)
+    prompt_len = len(tokenizer(prompt).input_ids)  # of the last prompt, but all are equally long
+    # (count, tokens of the longest text)
+    tokens = tokenizer(texts[:count], padding=True, return_tensors="pt").input_ids
     tokenizer.backend_tokenizer.no_padding()  # otherwise save_pretrained would save the padding as a setting
     pad = tokenizer.pad_token_id
     optimizer = torch.optim.AdamW(
