@@ -514,7 +514,7 @@ def settle(case: Case) -> Config:
         return _with_engine(case, faster_engine(case)).cfg
     # The values to try for --shard_ranks and --offload, in order
     shard_ranks = [cfg.shard_ranks]
-    if cfg.shard_ranks == "auto":
+    if cfg.shard_ranks == "auto":  # case.local: the ranks of a node; 0: all ranks
         shard_ranks = [0] if case.world % case.local else [case.local, 0]
     offload = [cfg.offload]
     if cfg.offload == "auto":
@@ -867,8 +867,8 @@ def host_need(case: Case) -> dict[str, float]:
 
 
 def disk(case: Case) -> dict[str, int]:
-    """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports, and all
-    checkpoints with the exports."""
+    """Returns a dict: item -> bytes on the disk. The items: one checkpoint, the bf16 exports of all trained
+    models, and all checkpoints that are kept at once with the exports."""
     cfg = case.cfg
     checkpoint = case.saved
     if not cfg.lora:  # with --lora, one rank's part already has all adapters
@@ -1058,7 +1058,7 @@ def decode_seconds(case: Case, prompt: float, response: float) -> float:
     reading = read / speed  # seconds, as `kernels` and `device`
     flop = 2 * case.params["policy"] * batch / cfg.tp
     policy = case.models["policy"]
-    kernels = LAYER_DECODE * policy.layers
+    kernels = LAYER_DECODE * policy.layers  # seconds besides reading and computing
     device = max(reading, flop / layer_flops(gpu, policy.hidden)) + kernels
     # tokens: of all responses of one engine. steps: decode steps for them, with full batches.
     tokens = cfg.samples_per_step * cfg.tp / case.world * response
@@ -1093,9 +1093,9 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     prompt, response: mean lengths in tokens"""
     cfg = case.cfg
     forward, training = _passes(case, "policy", prompt, response)
-    weights = _network(case, traffic(case, "policy")["forward"])
+    gathering = _network(case, traffic(case, "policy")["forward"])  # of all weights, for the engine
     phases = {
-        "sync": weights + case.engine_weights / PUSH + WAKE * case.engine_sleeps,
+        "sync": gathering + case.engine_weights / PUSH + WAKE * case.engine_sleeps,
         "rollout": decode_seconds(case, prompt, response),
     }
     if cfg.has_ref:  # a parameter costs the same time as in the policy's forward passes
@@ -1104,6 +1104,7 @@ def seconds(case: Case, prompt: float, response: float) -> dict[str, float]:
     if cfg.needs_old_logp:
         phases["old_logp"] = forward
     if "critic" in case.models:
+        # As for the policy: forward passes (the critic's values), training
         phases["values"], phases["critic"] = _passes(case, "critic", prompt, response)
     phases["policy"] = training
     if case.offloads:
@@ -1118,7 +1119,7 @@ def extra_seconds(case: Case) -> dict[str, float]:
     cfg = case.cfg
     read = case.number_bytes * sum(case.params.values()) / case.shards  # bytes
     pinned = case.offloads * case.state  # bytes; offloads: True or False
-    start = START.get(cfg.engine, START["vllm"])
+    start = START.get(cfg.engine, START["vllm"])  # "auto" is left only on CPUs
     return {"start": start + read / LOAD, "first step, longer by": pinned / PIN}
 
 
@@ -1261,7 +1262,7 @@ def plan_of(case: Case) -> Plan:
             "longest sample, tokens": cfg.model_len,
             "tokens a KV cache holds": kv_tokens(case),
         },
-        "models": _columns(models),
+        "models": _columns(models),  # _columns makes the inner dict's keys the rows
         "memory of a rank, GiB": _columns({phase: _in_gib(peak) for phase, peak in peaks.items()}),
         "host and disk, GiB": _in_gib(needs),
     }
