@@ -1002,7 +1002,7 @@ NO_EFFECT = (
     ("value_clip", "clips_values", False, "--critic_updates 2 or --passes_per_step 2"),
     ("lora_alpha", "lora", 0, "--lora above 0"),
     ("lr_end", "lr_decay", "constant", "--lr_decay linear or cosine"),
-    # With --data, the preset's evaluation sets do not count. --eval_response_len is no part of this row: it
+    # --data removes the preset's evaluation sets (see `settings`). --eval_response_len is not in this row: it
     # also sets the length that tools.plan gives the engine.
     ("eval_samples eval_temperature eval_top_p", "eval_data", (), "--eval_data with files"),
     ("eval_samples eval_temperature eval_top_p", "eval_every", 0, "--eval_every above 0"),
