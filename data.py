@@ -33,10 +33,11 @@ from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
 from reward import kind_of
 
-# Each seed below contains one of these numbers. So order, minibatches and replacements differ in their seeds.
+# The second number of each random seed in this file. So the order of the problems, the minibatches and the
+# replacements of solved problems have different seeds.
 ORDER, MINIBATCH, REPLACE = 1, 2, 3
 TEMPLATE_SECONDS = 5  # CPU seconds that the chat template of one row may take
-TEMPLATE_BYTES = 2**28  # memory that it may take
+TEMPLATE_BYTES = 2**28  # bytes that it may allocate in addition
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Problem:
     answer: str
     kind: str = "math"  # how answers are compared: math, choice or exact
     dataset: str = ""  # name of the row's data set (see --extractor and --reward)
-    file: str = ""
-    row: int = 0
+    file: str = ""  # path of the data file
+    row: int = 0  # number of the row in `file`, from 1
     index: int = 0  # index in the list that load_problems returns
     fields: str = ""  # the whole row as JSON, if a reward function reads it
 
@@ -85,7 +86,7 @@ class Sample:
     # Other terms of --reward: name -> weighted value
     parts: dict[str, float] = field(default_factory=dict)
     failed: tuple[str, ...] = ()  # names of the graders that raised an exception
-    in_loss: bool = True
+    in_loss: bool = True  # False: none of its tokens enters the loss
     # (L,) bool, false at the environment's tokens; None: all true. Read `is_sampled` instead.
     sampled: np.ndarray | None = None
     # (L,) int32: the step whose weights sampled each token; None: `version`. Read `token_versions` instead.
@@ -115,7 +116,7 @@ class Sample:
 
     @property
     def policy_text(self) -> str:
-        r"""Returns the text that graders read: the policy's turns."""
+        """Returns the text that graders read: the policy's turns, joined by line breaks."""
         return "\n".join(self.turn_texts[::2])
 
     @property
@@ -149,7 +150,7 @@ class Sample:
 @dataclass(frozen=True, eq=False)
 class Pack:
     """The tokens of one forward pass: N segments end to end, T tokens in all. A segment is the prompt and the
-    response of one sample. The tensors are never changed in place.
+    response of one sample. The tensors are never changed in place. Here the samples score 1 and 0 (x: true):
 
         tokens       p q r a b | p q r c d e       prompt p q r with the responses a b and c d e
         positions    0 1 2 3 4 | 0 1 2 3 4 5
@@ -207,11 +208,12 @@ def load_problems(
         "no data files given",
         "--data FILE [FILE …]; the README tells which data a preset is made for",
     )
+    # Tokens of a prompt. At least one token is left for the response.
     limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
     special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
     problems = []
-    seen = set()
+    seen = set()  # the rows of all files so far
     repeated = too_long = 0
     for path in paths:
         rows, copies = _new_rows(path, seen, cfg, keep_fields)
@@ -220,7 +222,7 @@ def load_problems(
             say(f"{path}: {line}")
         for number, row in rows:
             ids = encode(row.turns, f"{path} row {number}")
-            if ids is None or len(ids) > limit:
+            if ids is None or len(ids) > limit:  # None: its text is far too long
                 too_long += 1
             else:
                 problem = Problem(
@@ -229,10 +231,10 @@ def load_problems(
                     row.answer,
                     row.kind,
                     row.dataset,
-                    path,
-                    number,
-                    len(problems),
-                    row.fields,
+                    file=path,
+                    row=number,
+                    index=len(problems),
+                    fields=row.fields,
                 )
                 problems.append(problem)
     files = ", ".join(paths)
@@ -249,8 +251,8 @@ def load_problems(
 
 
 def _new_rows(path, seen, cfg, keep_fields):
-    """Returns the rows of a file that are not in the set `seen`, as pairs (number, Row), and the number of
-    the other rows. Adds the rows to `seen`."""
+    """Returns two things: the rows of a file that are not in the set `seen`, as pairs (row number, Row); and
+    how many rows were left out as repeats. Adds the new rows to `seen`."""
     rows = []
     repeated = 0
     for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
@@ -279,7 +281,8 @@ def prompt_encoder(
         "this tokenizer has no chat template",
         "--template orz or plain",
     )
-    most = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
+    # The most characters that `limit` tokens can have
+    most_chars = limit * max(map(len, tokenizer.get_vocab()))
 
     def encode(turns, row="the row"):
         if form:
@@ -293,8 +296,9 @@ def prompt_encoder(
             text = form.replace("{problem}", turns[-1][1])
         else:
             text = _fill_chat_template(tokenizer, turns, system_prompt, row)
-        if len(text) > most:
+        if len(text) > most_chars:
             return None
+        # A chat template writes special tokens, such as BOS, into the text itself.
         with explained(f"{row}: its text can't be tokenized", "text in UTF-8"):
             ids = tokenizer(text, add_special_tokens=bool(form)).input_ids
         require(len(ids) > 0, f"{row}: its prompt has no token", "a prompt with text")
@@ -324,6 +328,7 @@ def _limits():
     model's folder."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     signal.signal(signal.SIGPROF, _stop_template)
+    # SIGPROF comes after TEMPLATE_SECONDS, and then each second until the template ends.
     signal.setitimer(signal.ITIMER_PROF, TEMPLATE_SECONDS, 1)
     limit_memory(TEMPLATE_BYTES)
     try:
@@ -338,6 +343,7 @@ def _no_power(x, y):
     raise ArithmeticError("a power")
 
 
+# For all chat templates: transformers runs them in a subclass of SandboxedEnvironment.
 SandboxedEnvironment.intercepted_binops = frozenset(["**"])
 SandboxedEnvironment.default_binop_table["**"] = _no_power
 
@@ -368,13 +374,13 @@ def fix_date(tokenizer: Any, day: str) -> str:
     is no date."""
     if not day or not tokenizer.chat_template:
         return ""
-    own = tokenizer.get_chat_template()
-    call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
-    if not call.search(own):
+    template = tokenizer.get_chat_template()
+    call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # group 2: a format such as %d %b %Y
+    if not call.search(template):
         return ""
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
-    tokenizer.chat_template = call.sub(lambda match: repr(date.strftime(match[2])), own)
+    tokenizer.chat_template = call.sub(lambda match: repr(date.strftime(match[2])), template)
     return day
 
 
@@ -401,21 +407,22 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
     from transformers.utils.chat_template_utils import _get_template_variables
 
     with explained("the chat template can't be read", "--template orz or plain"):
-        own = tokenizer.get_chat_template()
-        known = _get_template_variables(own)
+        template = tokenizer.get_chat_template()
+        known = _get_template_variables(template)  # names of the variables that it reads
     known -= ALWAYS_SET | {*tokenizer.special_tokens_map}
     for word in words:
         name, _, text = word.partition("=")
         with explained(f"--template_args {word}", "NAME=VALUE, such as enable_thinking=false"):
             value = json.loads(text)
         require(
-            name in known and isinstance(value, str | int),
+            name in known and isinstance(value, str | int),  # a bool is an int
             f"--template_args {word}: the chat template reads no such argument",
             f"NAME=VALUE, a single value for one of {', '.join(sorted(known))}",
         )
         default = f"{{% set {name} = {_as_jinja(value)} %}}"
-        own = f"{{% if {name} is not defined %}}{default}{{% endif %}}{{{{ '' }}}}{own}"
-        tokenizer.chat_template = own
+        # {{ '' }} keeps a line break at the start of `template`, which Jinja would drop after a block's end.
+        template = f"{{% if {name} is not defined %}}{default}{{% endif %}}{{{{ '' }}}}{template}"
+        tokenizer.chat_template = template
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
@@ -424,28 +431,28 @@ def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
 
     form: the text of --template, with {problem} in place of the problem; "" for `--template chat`"""
     if not form:
-        own = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template()
         if not system_prompt:
-            return own
+            return template
         first = _as_jinja({"role": "system", "content": system_prompt})
-        # {{ '' }} keeps a line break at the start of `own`, which Jinja would drop after a block's end.
+        # {{ '' }} keeps a line break at the start of `template`, which Jinja would drop after a block's end.
         return (
             "{% if messages[0]['role'] != 'system' %}{% set messages = ["
             + first
             + "] + messages %}{% endif %}{{ '' }}"
-            + own
+            + template
         )
     added = tokenizer("").input_ids  # BOS if the tokenizer adds it
     start = "".join(tokenizer.convert_ids_to_tokens(added))
-    found = (
+    made = (
         "{% if messages | length != 1 or messages[0]['role'] != 'user' %}"
         "{{ raise_exception('this model was trained on one user turn') }}{% endif %}"
         "{{ " + _as_jinja(start + form) + ".replace('{problem}', messages[0]['content']) }}"
     )
     example = [{"role": "user", "content": "1 + 1"}]
-    ids = tokenizer.apply_chat_template(example, chat_template=found, return_dict=False)
+    ids = tokenizer.apply_chat_template(example, chat_template=made, return_dict=False)
     trained = tokenizer(form.replace("{problem}", "1 + 1")).input_ids
-    return found if ids == trained else ""
+    return made if ids == trained else ""
 
 
 def _as_jinja(value):
@@ -465,10 +472,10 @@ def batch_at(
 ) -> list[Problem]:
     """Returns the problems whose sampling begins in this step. They depend only on (seed, step) and `solved`.
     Random problems replace solved problems."""
-    others = replacement_batch(problems, step, 0, cfg, solved)
+    others = replacement_batch(problems, step, 0, cfg, solved)  # for solved problems
     batch = []
     for place, number in enumerate(numbers_at(step, cfg)):
-        epoch, at = divmod(number, len(problems))
+        epoch, at = divmod(number, len(problems))  # at: place of the prompt in its epoch
         problem = problems[_order(len(problems), cfg.seed, epoch)[at]]
         if solved.get(problem.index, math.inf) <= step:
             # %: with --carry, step 0 begins more prompts than `others` has
@@ -484,7 +491,7 @@ def numbers_at(step: int, cfg: Config) -> range:
     start = step * cfg.prompts_per_step
     end = start + cfg.prompts_per_step + cfg.extra_prompts
     if step:
-        start += cfg.extra_prompts
+        start += cfg.extra_prompts  # step 0 began the prompts before them
     return range(start, end)
 
 
@@ -502,9 +509,9 @@ def replacement_batch(
     reward."""
     rng = np.random.default_rng([cfg.seed, REPLACE, step, round])
     count = cfg.prompts_per_step
-    left = [p for i, p in enumerate(problems) if solved.get(i, math.inf) > step]
+    left = [p for i, p in enumerate(problems) if solved.get(i, math.inf) > step]  # not solved
     if len(left) < count:
-        left = problems
+        left = problems  # if these are also too few, problems are drawn more than once
     return [left[i] for i in rng.choice(len(left), count, replace=len(left) < count)]
 
 
@@ -544,7 +551,7 @@ def answered(s: Sample, text: str, ids: Sequence[int]) -> Sample:
         ids=np.array(ids, np.int32),
         logp=np.zeros(len(ids), np.float32),
         sampled=np.zeros(len(ids), bool),
-        versions=None,
+        versions=None,  # so all its tokens have the version of `s`
     )
     return replace(
         extended(s, reply),
@@ -579,7 +586,8 @@ def assign(
         parts = np.array_split(rng.permutation(np.unique(prompts)), cfg.minibatches)
         minibatches = [np.isin(prompts, part).nonzero()[0] for part in parts]
     else:
-        # `partition` is deterministic, so the samples are shuffled first. A part has places in `order`.
+        # `partition` is deterministic, so the samples are shuffled first. A part is a list of indices into
+        # `order`.
         order = rng.permutation(len(lengths))
         parts = partition(lengths[order], cfg.minibatches)
         minibatches = [np.sort(order[part]) for part in parts]
@@ -599,19 +607,20 @@ def _packs_of_ranks(samples, lengths, cost, prompts, ranks, pack_len):
     total = int(lengths[samples].sum())
     # A unit is a list of samples that stay together. It has at most an eighth of a pack, because large units
     # can't be balanced.
-    unit_len = min(pack_len, total // ranks) // 8
+    unit_len = min(pack_len, total // ranks) // 8  # maximum tokens of a unit
     units = _units(samples.tolist(), lengths, prompts, unit_len)
     unit_tokens = np.array([lengths[unit].sum() for unit in units])
     unit_cost = np.array([cost[unit].sum() for unit in units])
     packs_per_rank = max(1, math.ceil(total / (pack_len * ranks)))
+    # bins: for each pack, the indices of its units; None: a unit does not fit
     while (bins := partition(unit_tokens, packs_per_rank * ranks, pack_len, unit_cost)) is None:
         packs_per_rank += 1
     # The ranks take the sorted packs in turn. So the k-th packs of all ranks have similar costs.
     bins.sort(key=lambda b: -unit_cost[b].sum())
-    indices = []
+    packs = []  # sample indices of each pack
     for b in bins:
-        indices.append(sum((units[u] for u in b), []))
-    return [indices[rank::ranks] for rank in range(ranks)]
+        packs.append(sum((units[u] for u in b), []))
+    return [packs[rank::ranks] for rank in range(ranks)]
 
 
 def _units(indices, lengths, prompts, limit):
@@ -620,7 +629,7 @@ def _units(indices, lengths, prompts, limit):
 
     indices: ascending sample indices"""
     lists = []
-    room = 0
+    room = 0  # tokens that the last list may still take
     for i in indices:
         if lists and prompts[lists[-1][0]] == prompts[i] and lengths[i] <= room:
             lists[-1].append(i)
@@ -643,22 +652,22 @@ def partition(
 
     Each item goes to the cheapest list with room, the most expensive item first (the LPT rule)."""
     cost = lengths if cost is None else cost
-    out = [[] for _ in range(bins)]
-    tokens = np.zeros(bins)
-    total = np.zeros(bins)
+    lists = [[] for _ in range(bins)]
+    tokens = np.zeros(bins)  # of each list
+    costs = np.zeros(bins)
     for i in np.argsort(-cost, kind="stable"):
         has_room = tokens + lengths[i] <= cap
         if not has_room.any():
             return None
-        b = np.where(has_room, total, np.inf).argmin()
-        out[b].append(int(i))
+        b = np.where(has_room, costs, np.inf).argmin()
+        lists[b].append(int(i))
         tokens[b] += lengths[i]
-        total[b] += cost[i]
-    return out
+        costs[b] += cost[i]
+    return lists
 
 
-# FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: one
-# token, outside the loss.
+# FSDP needs the same number of passes on every rank. A rank without samples for a pass computes FILLER: a
+# prompt of one token (id 0) with an empty response, outside the loss.
 EMPTY = np.zeros(0, np.int32)
 FILLER = Sample(0, 0, (0,), EMPTY, np.float32(EMPTY), False, "", 0, in_loss=False)
 
@@ -672,13 +681,15 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     lengths = np.array([s.length for s in samples])
     cu_seqlens = np.cumsum([0, *lengths], dtype=np.int32)
     starts = cu_seqlens[:-1]
-    number = np.arange(cu_seqlens[-1])
-    positions = number - np.repeat(starts, lengths)
+    index = np.arange(cu_seqlens[-1])  # of each token in the pack
+    positions = index - np.repeat(starts, lengths)
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
-    def of_responses(values):  # prompt tokens get 0
+    def of_responses(
+        values,
+    ):  # an array (L,) of each response -> one array (T,), 0 at prompt tokens
         flat = np.concatenate(values)
-        out = np.zeros(len(number), flat.dtype)
+        out = np.zeros(len(index), flat.dtype)
         out[in_response] = flat
         return out
 
@@ -687,10 +698,10 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     fresh = mask
     if step is not None:
         fresh = mask & (of_responses([s.token_versions for s in samples]) == step)
-    last = np.maximum.reduceat(sampled * number, starts)  # a segment's last sampled token, or 0
+    last = np.maximum.reduceat(sampled * index, starts)  # a segment's last sampled token, or 0
     scores = np.array([s.score for s in samples])
-    rewards = np.zeros(len(number), np.float32)
-    rewards[last] = scores * (last > 0)
+    rewards = np.zeros(len(index), np.float32)
+    rewards[last] = scores * (last > 0)  # last = 0: no sampled token, so the score is left out
     # A prompt that several samples share is computed once.
     unique, inverse = unique_prefixes(segments)
     arrays = dict(
@@ -715,7 +726,7 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     )
 
 
-LEAST_SHARED = 0.04  # share of a pack's tokens
+LEAST_SHARED = 0.04  # smallest share of a pack's tokens for which prefixes are shared
 
 
 def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -744,5 +755,5 @@ def unique_prefixes(segments: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarr
     if is_unique.mean() > 1 - LEAST_SHARED:
         is_unique[:] = True
         computed = np.arange(starts[-1])
-    position = is_unique.cumsum() - 1
+    position = is_unique.cumsum() - 1  # index of a computed token in `unique`
     return is_unique.nonzero()[0], position[computed]

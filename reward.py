@@ -47,8 +47,8 @@ class Term:
         return bool(self.kind or self.custom)
 
 
-# DATASET@, NAME or FILE.py:FUNCTION, =WEIGHT. In /… and ./…, an @ belongs to
-# the path. In …/…, an = belongs to the path.
+# [DATASET@]NAME[=WEIGHT], where NAME may be FILE.py:FUNCTION. The groups are DATASET, NAME and WEIGHT. If the
+# term begins with / or ., an @ belongs to the path. An = before a / or : also belongs to the path.
 TERM = re.compile(r"(?:([^/.@][^@]*)@)?(.*?)(?:=([^/:=]*))?")
 
 
@@ -75,7 +75,10 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
 
 
 def _term(spec, parts):
-    """Returns the Term for one word of --reward. Its arguments and errors: see `parse_terms`"""
+    """Returns the Term for one word of --reward, such as format=0.5. Errors: see `parse_terms`.
+
+    parts: names of the reward parts"""
+    # full: NAME or FILE.py:FUNCTION; only a function has a colon
     dataset, full, number = TERM.fullmatch(spec).groups(default="")
     try:
         weight = float(number or 1)
@@ -101,7 +104,7 @@ def _term(spec, parts):
         return Term("accuracy", weight, kind=full)
     if full in parts:
         return Term(full, weight)
-    # The metric is reward/NAME, with no / in NAME.
+    # A user's function. Its metric is reward/NAME, with no / in NAME.
     name = dataset.casefold().replace("/", "-") or full.rpartition(":")[2]
     return Term(name, weight, custom=full, dataset=dataset.casefold())
 
@@ -118,6 +121,7 @@ def think_then_answer(text: str) -> float:
     (Open-R1's format reward)."""
     start = "<think>\n"
     _, _, answer = text[len(start) :].partition("\n</think>\n<answer>\n")
+    # f"{answer}\n": the text may also end with </answer>
     return float(text.startswith(start) and "\n</answer>\n" in f"{answer}\n")
 
 
@@ -152,7 +156,7 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     graders = [t for t in terms if t.is_grader]
     own = [t for t in graders if t.dataset == dataset.casefold()]
     if not dataset:
-        return own
+        return own  # the terms without DATASET@
     others = [t for t in graders if not t.dataset]
     if own:
         others = [t for t in others if t.custom]
@@ -170,7 +174,7 @@ def overlong(group: Sequence[Any], cfg: Config) -> list[float]:
     penalties = []
     for s in group:
         longest = min(cfg.max_response_len, cfg.model_len - len(s.prompt))
-        over = len(s.ids) - (longest - buffer)
+        over = len(s.ids) - (longest - buffer)  # tokens in the buffer; below 0: none
         share = max(over / buffer, 0.0)
         penalties.append(-min(share, 1.0))
     return penalties
@@ -201,6 +205,7 @@ def terms_of(cfg: Config) -> list[Term]:
     """Returns the terms of --reward and those of BY_FLAG: first the graders, then the reward parts. Raises
     UserError for an unknown term, or a name that comes twice."""
     by_flag = [name for name, flag in BY_FLAG.items() if getattr(cfg, flag)]
+    # A part with a flag is known only if its flag is set.
     known = [name for name in REWARD_PARTS if name not in BY_FLAG]
     return parse_terms([*cfg.reward, *by_flag], [*known, *by_flag])
 
@@ -209,7 +214,7 @@ def extractors(cfg: Config) -> dict[str, str]:
     """Returns a dict: name of a data set -> its extractor. The name "" stands for all other data sets. Raises
     UserError if --extractor has two extractors for one data set."""
     found = {}
-    for spec in cfg.extractor:
+    for spec in cfg.extractor:  # NAME or DATASET=NAME
         dataset, _, name = spec.rpartition("=")
         found[dataset.casefold()] = name
     require(
@@ -231,7 +236,7 @@ def check_functions(cfg: Config) -> list[Term]:
         "a weight other than 0, or a teacher: --ref_model TEACHER --kl_coef 1",
     )
     for name in extractors(cfg).values():
-        extract("", name)
+        extract("", name)  # raises UserError for an unknown name
     for term in terms:
         if term.custom:
             check_function(term.custom)
@@ -282,7 +287,8 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
             for t in terms:
                 if t.name in TEXT_PARTS:
                     values[t].append(TEXT_PARTS[t.name](text))
-        for (_, t), grade in grader.results().items():  # all other terms are graders
+        # All other terms are graders. The keys of the results are (row number, term).
+        for (_, t), grade in grader.results().items():
             values[t].append(grade.reward)
             outcomes[f"{t.kind or t.name} {grade.reason}"] += 1
         grader.check()
@@ -297,6 +303,8 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     """Submit a row of `dry_run` to the graders among `terms`. Returns the text that they read.
 
     where: the row's file and number"""
+    # A row has `gold` if a run wrote it to samples/; `row` is then the row of the data file, if a reward
+    # function reads it.
     needed = '{"response": "text", "answer": "text"}'
     checked(row, {"response": str}, where)
     text = row["response"]
@@ -315,12 +323,12 @@ def _submit(grader, terms, reward, extractor, row, number, where):
             (number, t),
             text,
             gold,
-            row.get("stopped") is not False,
+            row.get("stopped") is not False,  # without this field, the response was not cut
             kind,
             extractor,
             t.custom,
             problem=row.get("problem"),
-            row=row.get("row", row),  # a row of samples/ has the data row in `row`
+            row=row.get("row", row),
             sample=row,
         )
     return text
