@@ -3,7 +3,7 @@ r"""Reads problems and gold answers from data files in many formats.
     for number, row in problem_rows("train.jsonl", "math"):
         row.turns, row.answer, row.kind
 
-A file is JSON, JSONL or Parquet, on the disk or on the Hugging Face Hub. Formats of a row:
+A file is JSON, JSONL, Parquet or Arrow, on the disk or on the Hugging Face Hub. Formats of a row:
 
     plain, TRL            prompt (text or turns); answer, ground_truth or solution
     Open-Reasoner-Zero    [{from, value}, {from, ground_truth: {value}}], or prompt (turns) and final_answer
@@ -53,14 +53,14 @@ EXAMPLE = 'a row like {"prompt": "1+1=", "answer": "2"}'
 # Whitespace, NUL, and characters without width: a gold answer loses them at both ends.
 INVISIBLE = " \t\n\r\v\f\0\x85\xa0\xad\u200b\u200e\u200f\u2028\u2029\u2060\u3000\ufeff"
 MOST_ERRORS = 10  # wrong rows that one message names
-# Fields that belong to the question; also choices in fields of their own, such as option_a.
+# Names of fields that belong to the question. The last line has names of choices: option_a, answer_choices.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
     r"table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
     r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
 )
-# Fields that no prompt needs, such as question_type: one of these words is a part of the name. Underscores
-# divide a name into parts.
+# Names of fields that no prompt needs, such as question_type: one of these words is a part of the name.
+# Underscores divide a name into parts.
 QUIET = re.compile(
     r"^(choices|options|messages)$|(^|_)sources?$|"
     r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
@@ -75,7 +75,7 @@ MARKUP = (
     r"<\|\w+\|>|\[/?INST\]|<(start|end)_of_turn>|"
     r"""\[\s*\{\s*\\?['"](role|from)\\?['"]:"""
 )
-HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")
+HUB = re.compile(r"([\w.-]+/[\w.-]+):(.+)")  # OWNER/NAME:FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ def problem_rows(
 
     default: see `problem_of`. keep_fields: whether to set Row.fields"""
     seen = set()
-    wrong = []
+    wrong = []  # for each wrong row: (what is wrong, the separator, what is needed)
     for number, stored in stored_rows(local_file(path)):
-        # 64 bits: two of a million different rows have the same hash with probability 3e-8.
+        # A hash has 64 bits: two of a million different rows have the same hash with probability 3e-8.
         key = hash(repr(stored))
         if key in seen:
             yield number, None
@@ -129,7 +129,7 @@ def problem_rows(
             found = replace(found, fields=as_json(row))
         yield number, found
     if wrong:
-        all_found = "; ".join(found for found, _, _ in wrong)
+        all_found = "; ".join(what for what, _, _ in wrong)
         raise UserError(f"{all_found}; needed: {wrong[0][2]}")
 
 
@@ -202,7 +202,7 @@ def _unused(fields, problem, turns, where):
     OF_QUESTION.
 
     problem: the value of the problem's field"""
-    every = [*fields.items()]
+    every = [*fields.items()]  # (name, value) of all fields
     for turn in problem if isinstance(problem, list) else ():
         every += [(name, value) for name, value in turn.items() if name not in TURN]
     found = []
@@ -215,7 +215,7 @@ def _unused(fields, problem, turns, where):
         # Join the prompt's texts only when a field needs them: most rows have no such field, and prompts may
         # be long.
         shown = shown or "".join(_texts([content for _, content in turns]))
-        if all(text in shown for text in _texts(value)):
+        if all(text in shown for text in _texts(value)):  # also if the value has no text
             continue
         require(
             not of_question,
@@ -237,7 +237,7 @@ def _texts(value):
     words = re.findall(r"\w+|[^\w\s]", text)
     if not words:
         return []
-    return [" ".join(["", *words, ""])]
+    return [" ".join(["", *words, ""])]  # with a space at both ends
 
 
 def _fields(row):
@@ -254,10 +254,15 @@ def _fields(row):
 
 
 def _first(fields, *names):
+    """Returns the value of the first of these fields that is not null; None if all are null or missing."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _check_text(text, name, value, row, where):
+    """Raises UserError if `text` is None or empty. The message shows `value`, from which `text` was read; the
+    whole row if there is no value.
+
+    name: what `text` is: problem or answer"""
     found = row if value is None else value
     require(
         text is not None and text.strip(INVISIBLE) != "",
@@ -267,8 +272,8 @@ def _check_text(text, name, value, row, where):
 
 
 def _turns(prompt, where):
-    """Returns a prompt as pairs (role, content); () if the prompt is neither str nor list. The assistant's
-    turns at the end are an example response and are left out."""
+    """Returns a prompt as a tuple of pairs (role, content); () if the prompt is neither str nor list. The
+    assistant's turns at the end are an example response and are left out."""
     if isinstance(prompt, str):
         return (("user", prompt),)
     if not isinstance(prompt, list):
@@ -313,7 +318,8 @@ def dataset_of(fields: dict, where: str) -> str:
 
 
 def _gold(fields):
-    """Returns the row's gold answer. In the row, it may be inside a dict or a list of one value."""
+    """Returns the row's gold answer as it is stored: a text, a number or another value; None if it is
+    missing. In the row, it may be inside a dict or a list of one value."""
     gold = _first(fields, *ANSWER)
     if isinstance(gold, dict):
         gold = _first(gold, "ground_truth", "value")
@@ -330,6 +336,7 @@ def plain_text(value: Any) -> str | None:
     """Returns `value` as text if `value` is a text or a finite number, else None."""
     if isinstance(value, str):
         return value
+    # value != value: NaN
     if not _is_number(value) or value != value or abs(value) == math.inf:
         return None
     # Some programs write 5 as 5.0 if the column has nulls. Undo this, but 1e23 has no 24 exact digits.
@@ -372,6 +379,7 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
 
 def _differs(fields, answer, kind):
     """Returns whether another field of the row has a gold answer that is certainly not equal to `answer`."""
+    # Rows with one field each, because `gold_answer` reads the first field of a row.
     golds = [{name: fields[name]} for name in ANSWER if fields.get(name) is not None]
     for gold in golds[1:]:  # `answer` is from the first one
         with suppress(UserError):  # a solution without a boxed answer
@@ -385,7 +393,8 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
     """Returns warnings, one line each, about problems with a match of `special`, about gold answers that
     differ, and about fields that no prompt shows.
 
-    rows: (number, Row) of one file"""
+    rows: (number, Row) of one file
+    special: finds chat markup and special tokens"""
     lines = []
     marked = [number for number, row in rows if special.search(str(row.turns))]
     if marked:
@@ -393,12 +402,12 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
             f"the problem has chat markup or special tokens in {len(marked)} of "
             f"{len(rows)} rows, first in row {marked[0]}"
         )
-    # The first field of ANSWER counts.
+    # `answer` is from the first field of ANSWER.
     differing = [number for number, row in rows if row.differs]
     if differing:
         count = f"{len(differing)} of {len(rows)} rows, first in row {differing[0]}"
         lines.append(f"two fields have different gold answers in {count}")
-    unused = Counter()
+    unused = Counter()  # name of a field -> number of rows
     for _, row in rows:
         unused.update(name for name, _ in row.unused)
     if unused:
@@ -409,17 +418,17 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
 
 # --- choices
 
-LETTERS = str.maketrans("123456789", "ABCDEFGHI")
+LETTERS = str.maketrans("123456789", "ABCDEFGHI")  # ARC's labels -> letters
 
 
 def _choices(fields, where):
     """Returns the row's choices as a dict: letter -> text. It is empty if the row has no choices."""
     found = _first(fields, "choices", "options") or {}
     if not isinstance(found, dict | list):
-        pairs = [("", None)]
+        pairs = [("", None)]  # refused below
     elif isinstance(found, list) and all(isinstance(choice, dict) for choice in found):
         pairs = [(choice.get("label"), choice.get("text")) for choice in found]
-    elif isinstance(found, list):
+    elif isinstance(found, list):  # choices over 26 get the letter None, and are refused below
         pairs = list(itertools.zip_longest(string.ascii_uppercase[: len(found)], found))
     elif isinstance(found.get("text"), list):  # ARC, where some rows have the labels 1, 2, 3, …
         pairs = []
@@ -428,9 +437,9 @@ def _choices(fields, where):
     else:  # in Parquet, missing letters are null
         pairs = [(letter, text) for letter, text in found.items() if _texts(text)]
     choices = {str(letter): plain_text(text) for letter, text in pairs}
-    right = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in choices.items())
+    valid = all(re.fullmatch("[A-Z]", k) and v and v.strip() for k, v in choices.items())
     require(
-        right and len(choices) == len(pairs),
+        valid and len(choices) == len(pairs),  # fewer choices: two have the same letter
         f"{where} has over 26 choices, or one that is not a text (found: {found!a:.80})",
         '"choices": ["5", "6"], or {"A": "5", "B": "6"}',
     )
@@ -443,18 +452,18 @@ def _with_choices(text, choices, where):
     other choices."""
     words = " ".join(text.split())
     lines = [text]
-    listed = True
-    lists_others = True
+    listed = True  # whether `text` has every choice after its letter
+    has_letters = True  # whether a line of `text` starts with the letter of every choice
     for letter, choice in choices.items():
         start = rf"\(?{letter}[.):]"
         lines.append(choice if re.match(start, choice) else f"{letter}. {choice}")
-        choice = re.escape(" ".join(choice.split()))
-        listed = listed and re.search(rf"(?:^|\s){start}\s*{choice}(?!\w)", words)
-        lists_others = lists_others and re.search(rf"^\s*{start}", text, re.MULTILINE)
+        pattern = re.escape(" ".join(choice.split()))
+        listed = listed and re.search(rf"(?:^|\s){start}\s*{pattern}(?!\w)", words)
+        has_letters = has_letters and re.search(rf"^\s*{start}", text, re.MULTILINE)
     if listed:
         return text
     require(
-        not lists_others,
+        not has_letters,
         f"{where}: its problem lists other choices than its field choices",
         "the same choices in both",
     )
@@ -462,17 +471,19 @@ def _with_choices(text, choices, where):
 
 
 def _letter_of(gold, choices, fields, where):
-    """Returns the letter of the right choice. gold: an index from 0, a letter, ARC's label, or the text of a
-    choice"""
+    """Returns the letter of the right choice. Raises UserError unless the gold answer fits exactly one.
+
+    gold: an index from 0, a letter, ARC's label, or the text of a choice
+    choices: letter -> text"""
     text = (gold_answer(fields, "choice", where) or "").strip()
-    raw = _first(fields, "choices", "options")
+    raw = _first(fields, "choices", "options")  # as the row has them
     labels = raw.get("label") if isinstance(raw, dict) else ()
-    found = []
+    found = []  # letters of the choices that the gold answer fits
     if text in (labels or ()):
         found.append(text.translate(LETTERS))
     if _is_number(gold):
         if text.isdecimal():
-            found += list(choices)[int(text) :][:1]
+            found += list(choices)[int(text) :][:1]  # none if the index is too large
         if gold in raw:  # the number may also be a choice itself
             found.append(list(choices)[raw.index(gold)])
     elif not found:
@@ -490,7 +501,8 @@ def _letter_of(gold, choices, fields, where):
 # --- files
 
 
-BLANK = b"\xef\xbb\xbf \t\r\n"  # the mark at the start of some files in UTF-8, and whitespace
+# Bytes to skip: UTF-8's byte-order mark, with which some files start, and whitespace.
+BLANK = b"\xef\xbb\xbf \t\r\n"
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
 READABLE = "JSON in UTF-8, an object a line (in .json also a list), or Parquet or Arrow"
 
@@ -503,10 +515,10 @@ def read_rows(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
-    """Yields (number, row) as `read_rows` does, but a row that is one line of JSON as bytes. So a reader can
-    go on after a wrong line."""
+    """Yields (number, row) as `read_rows` does, but does not decode a line of JSON: then `row` is the line as
+    bytes. So a reader can go on after a wrong line."""
     file = data_file(path)
-    row = None
+    numbered = None  # stays None if the file has no row
     if file.suffix in (".parquet", ".arrow"):
         rows = _arrow_rows(file)
     else:
@@ -516,12 +528,13 @@ def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
             rows = enumerate(_decoded(file.read_bytes(), file), 1)
         else:
             rows = _line_rows(file)
-    for row in rows:
-        yield row
-    require(row is not None, f"{path} is empty", "at least one row")
+    for numbered in rows:
+        yield numbered
+    require(numbered is not None, f"{path} is empty", "at least one row")
 
 
 def _decoded(row, where):
+    """Returns a row of `stored_rows`, decoded if it is a line of JSON as bytes."""
     if not isinstance(row, bytes):
         return row
     with explained(f"{where} can't be read", READABLE):
@@ -534,7 +547,7 @@ def _arrow_rows(file):
 
     with explained(f"{file} can't be read", READABLE):
         if file.suffix == ".parquet":
-            # 1000 rows in memory at once
+            # 1000 rows are in memory at once.
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
         else:  # written by save_to_disk of the library `datasets`
             source = pyarrow.memory_map(str(file))

@@ -47,9 +47,10 @@ from typing import Any, NamedTuple
 from configs import CODE, ROOT, Say, UserError, limit_memory, nearest, short_hash, shorten
 from grading.answers import extract, grade, math_equal, normalise, quick_grade, repeats
 
+# Of a grade. The outcome of an environment has the reason "replied" if it is no error and no timeout.
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
 SPEC = "path/to/file.py:function"
-MAX_ANSWER = 2000  # characters of an answer; a longer answer counts as "unparsed"
+MAX_ANSWER = 2000  # characters of an answer; a longer answer gets the reason "unparsed"
 MEMORY = 2 << 30  # bytes that a worker may allocate after its fork
 MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
@@ -61,13 +62,14 @@ WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it
 LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
-# How verl and TRL name them
+# For an error message: the names that verl and TRL give these parameters, and ours after the colon
 RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 MAKE = ["problem", "row", "seed"]  # parameters that the class of an environment with state may have
-# The server runs this file as the module __main__. Files in the project's folder, which may be the user's,
-# must not be imported in place of the standard library or of packages: so this folder comes after the
-# standard library, and later after the packages (see `_import_function`).
+# The code of a server. It runs this file as the module __main__. sys.argv[1] is the project's folder, and
+# sys.argv[2] has the arguments of `serve`. Files in the project's folder, which may be the user's, must not
+# be imported in place of the standard library or of packages: so this folder comes after the standard library
+# in sys.path, and later after the packages (see `_import_function`).
 SERVER = (
     "import runpy, sys; "
     "sys.path.insert([p.endswith('-packages') for p in sys.path].index(True), "
@@ -76,7 +78,7 @@ SERVER = (
 )
 LOW = 64  # a user's function may write to or close file descriptors below this number: see `serve`
 START = 300  # seconds that a server may need to start from a slow disk
-# In the environment of a server and of all its descendants
+# Random name of this server: a variable in the environment of the server and of all its descendants.
 MARK = os.environ.get("TORZ_GRADER", "none")
 
 
@@ -137,12 +139,12 @@ _live = {}  # seed of a response -> its environment with state, and the policy's
 
 
 def _rewarded(value):
-    """Returns the reward that a grader returned as a float, and its reason. Raises an error if it is not a
-    finite float32."""
+    """Returns a pair: `value`, which a reward function returned, as a float; and its reason (`reason_of`).
+    Raises an error if the value is not a finite float32."""
     if isinstance(value, str):
         raise TypeError(f"the reward is the text {value!r:.80}; needed: a number")
     reward = float(value)
-    if not abs(reward) <= LARGEST:
+    if not abs(reward) <= LARGEST:  # also for NaN
         raise ValueError(f"the reward is {reward}; needed: a finite float32")
     return reward, reason_of(reward)
 
@@ -155,7 +157,8 @@ def reason_of(reward: float) -> str:
 
 
 def _replied(value):
-    """Returns what an environment returned as a Reply. Raises an error if the Reply is not valid."""
+    """Returns a pair: `value`, which an environment returned, as a Reply; and the reason "replied". Raises an
+    error if the Reply is not valid."""
     text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
     if text is not None:
         if not isinstance(text, str):
@@ -190,10 +193,10 @@ def _take_turn(make, names, texts, **values):
     if env is None:
         env = make(**{name: values[name] for name in names})
         seen = []
-    going = False
+    going = False  # whether the response can have another turn
     try:
         for text in texts[len(seen) :]:
-            reply = _replied(env.step(text))[0]
+            reply, _ = _replied(env.step(text))
         going = reply.text is not None and not reply.done
     finally:
         if going:
@@ -204,8 +207,8 @@ def _take_turn(make, names, texts, **values):
 
 
 def _carry_out(request, deadline):
-    """Returns the outcome of a request: (reward or Reply, reason, error message or None). A request that
-    takes more than `deadline` CPU seconds ends this process."""
+    """Returns the outcome of a request (JSON): (reward or Reply, reason, error message or None). A request
+    that takes more than `deadline` CPU seconds ends this process."""
     # After this CPU time the kernel sends SIGPROF. Without a handler, SIGPROF ends even C code.
     signal.setitimer(signal.ITIMER_PROF, deadline)
     try:
@@ -250,7 +253,7 @@ def _init_worker(connection):
 def _import_function(spec, known):
     """Import the user's function `spec`, "FILE.py:FUNCTION". Returns the function, and facts about it:
 
-        names       names of its parameters
+        names       names of its parameters; of a class, the arguments of `_take_turn`
         seconds     the variable `seconds` of the user's file: a call's deadline in wall time; 0 if missing
         parallel    its variable `parallel` (default 16): number of parallel calls; 0 without `seconds`
         files       see `user_files`
@@ -273,7 +276,7 @@ def _import_function(spec, known):
     if is_class:
         if known != TURN:
             raise TypeError(f"{name} is a class; only --env may be one")
-        known = MAKE
+        known = MAKE  # parameters of its __init__
     signature = inspect.signature(function)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
@@ -284,7 +287,7 @@ def _import_function(spec, known):
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
     files = user_files(path, sys.modules.keys() - before)
-    if known is MAKE:
+    if is_class:
         function.step, function.close  # noqa: B018  raises AttributeError
         function = partial(_take_turn, function, names)
         names = [*MAKE, "texts"]
@@ -295,7 +298,7 @@ def user_files(path: str, imported: Iterable[str]) -> dict[str, str]:
     """Returns a dict: name of a module -> hash of its file, for the user's file `path` (name "") and for the
     user's other modules in the set `imported`. The hashes reveal edits. Files of torz and of installed
     packages are left out."""
-    files = {"": path}
+    files = {"": path}  # name of a module -> its file
     for name in sorted(imported):
         # `__dict__`, because lazy modules such as torch.classes have an attribute __file__ of no file.
         file = getattr(sys.modules[name], "__dict__", {}).get("__file__")
@@ -380,6 +383,7 @@ def _dispatch(connection, workers, cpu, wall, has_state):
 
     def schedule(number, request):
         """Give a request (JSON) to a worker. All requests of a response have the same seed."""
+        # Index in `pools`, which is set below. With state, each worker is a pool, so that it can be chosen.
         at = json.loads(request)["seed"] % workers if has_state else 0
         try:
             future = pools[at].schedule(_carry_out, [request, cpu], timeout=wall)
@@ -398,7 +402,7 @@ def _dispatch(connection, workers, cpu, wall, has_state):
 
     context = get_context("fork")
     context.Process = _Worker
-    tasks = 0 if has_state else MAX_TASKS
+    tasks = 0 if has_state else MAX_TASKS  # requests after which a worker is replaced; 0: never
     size = 1 if has_state else workers
     pools = []
     for _ in range(workers // size):
@@ -410,6 +414,7 @@ def _dispatch(connection, workers, cpu, wall, has_state):
 
 
 def _send(connection, *message):
+    """Send `message` as a JSON list. Does nothing if the other side has closed the connection."""
     # json.dumps writes ASCII, so a response may contain NULs and lone surrogates.
     with suppress(OSError):
         connection.send_bytes(json.dumps(message).encode())
@@ -439,9 +444,10 @@ def serve(
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     _in_thread(_watch, parent)
+    # Move the connection to a descriptor that a user's function does not close: LOW or higher.
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
     os.close(handle)
-    facts = dict(seconds=0, parallel=0, names=[])
+    facts = dict(seconds=0, parallel=0, names=[])  # when there is no function
     if spec:
         _is_env = known == TURN
         _user_file = spec.rpartition(":")[0]
@@ -462,7 +468,8 @@ def serve(
     cpu = facts["seconds"] or deadline
     wall = facts["seconds"] or WALL * deadline
     workers = facts["parallel"] or workers
-    _dispatch(connection, workers, cpu, wall, "texts" in facts["names"])
+    has_state = "texts" in facts["names"]  # the function is a class
+    _dispatch(connection, workers, cpu, wall, has_state)
     _die()
 
 
@@ -471,7 +478,7 @@ def serve(
 
 
 def _send_all(connection, outbox):
-    """Send each request of the queue `outbox`, up to None."""
+    """Send each (number, request) of the queue `outbox`, up to None."""
     for numbered in iter(outbox.get, None):
         _send(connection, *numbered)
 
@@ -536,7 +543,9 @@ class _Server:
             self.outbox.put(numbered)
 
     def add(self, request, waiter):
-        """Send a request, unless an equal one has no outcome yet."""
+        """Send a request, unless an equal one has no outcome yet.
+
+        waiter: (key, answer, stopped) of the response that waits for the outcome"""
         if self.process is None:
             self.start()
         if not self.requests:
@@ -600,11 +609,11 @@ class Grader(AbstractContextManager):
         self.functions = {}
         for spec, names in known.items():
             self.functions[spec] = _Server(self.inbox, spec, names, workers, deadline)
-        # starts when it is needed
+        # This server starts when it is needed.
         self.comparisons = _Server(self.inbox, "", [], workers, deadline)
         self.servers = [*self.functions.values(), self.comparisons]
         self.say = say
-        self.stop = ()
+        self.stop = ()  # until the functions are imported, a signal does not end `_wait`
         self.failure = ""  # why the run must end (see `check`)
         # A server is replaced when it is silent for this time and the `seconds` of its file.
         self.patience = START + WALL * deadline
@@ -673,7 +682,10 @@ class Grader(AbstractContextManager):
             self.ask(None, (), problem="", row=None, seed=seed)
 
     def _call(self, spec, values, waiter):
-        """Queue a call of a user's function. values: parameter -> value"""
+        """Queue a call of the user's function `spec`.
+
+        values: parameter -> value
+        waiter: see `_Server.add`"""
         server = self.functions[spec]
         arguments = {name: values[name] for name in server.facts["names"]}
         server.add(json.dumps(arguments), waiter)
@@ -705,7 +717,7 @@ class Grader(AbstractContextManager):
             for server in busy:
                 declared = server.facts["seconds"] if server.facts else 0
                 if not server.ended and now - server.heard < self.patience + declared:
-                    continue
+                    continue  # it works
                 if server in replaced or server.facts is None:
                     what = "a call" if server.facts else "its import"
                     self.failure = (
@@ -757,19 +769,21 @@ class Grader(AbstractContextManager):
         with suppress(queue.Empty):
             while True:
                 server, process, message = self.inbox.get(timeout=seconds)
-                seconds = 0
-                if process is not server.process:  # an earlier one
+                seconds = 0  # only for the first message
+                if process is not server.process:  # a process that was replaced
                     continue
                 server.heard = time.monotonic()
                 if message is None:
                     server.ended = True
-                elif message[0] == 0:
+                elif message[0] == 0:  # requests are numbered from 1
                     self._imported(server, message[1])
                 else:
                     self._receive(server, message[0], *message[1])
 
     def _imported(self, server, facts):
-        """Store what a new server says about its function (see `_import_function`)."""
+        """Store what a new server says about its function.
+
+        facts: see `_import_function`; an error message if the import failed"""
         if isinstance(facts, str):
             self.failure = (
                 f"can't use {server.spec} ({facts}); needed: {SPEC}, which can be imported, "
@@ -786,7 +800,7 @@ class Grader(AbstractContextManager):
             server.facts = facts
 
     def _receive(self, server, number, value, reason, error):
-        """Store the outcome of a request."""
+        """Store the outcome of a request: value (reward or Reply), reason, and error message or None."""
         for key, answer, stopped in server.waiting.pop(server.requests.pop(number)):
             grade = Reply(*value) if reason == "replied" else Grade(value, reason, answer)
             if not stopped and not error and reason != "timeout":
@@ -799,6 +813,7 @@ class Grader(AbstractContextManager):
             self.errors.setdefault((kind, server.spec), error)
         if server is self.comparisons:
             return
+        # The run ends if a user's function is late too often.
         late = reason == "timeout" or "WorkerDied" in (error or "")
         server.late = server.late + 1 if late else 0
         # Parallel calls may fail together, so `parallel` raises the limit.
@@ -811,7 +826,7 @@ class Grader(AbstractContextManager):
 
 
 def _grade_here(answer, gold, kind, problem):
-    """Returns the Grade of an answer that needs no worker; None for all other answers."""
+    """Returns the Grade of an answer that can be graded without a worker; None if it needs a worker."""
     if answer is None or len(answer) > MAX_ANSWER:
         return Grade(0.0, "unparsed", None)
     if kind == "math" and not answer.isdecimal() and repeats(answer, gold, problem):

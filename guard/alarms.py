@@ -12,7 +12,8 @@ from reward import terms_of
 
 MEAN_STEPS = 5  # alarms use means over the last 5 steps
 QUIET_STEPS = 10  # an alarm is printed again only after 10 steps in which it was inactive
-SOLVED = 0.9  # with this mean reward or more, the alarms UNSOLVED are inactive
+# With a mean reward of SOLVED or more, the alarms of UNSOLVED are inactive.
+SOLVED = 0.9
 UNSOLVED = ("entropy", "uniform")
 History = Sequence[Mapping[str, float]]  # one row of metrics for each training step so far
 
@@ -76,7 +77,7 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
         last = [row[name] for row in history[-MEAN_STEPS:] if name in row]
         now[name] = sum(last) / len(last)  # not fmean, which raises ValueError for inf - inf
     now["constant_terms"] = constant_terms(history, cfg)
-    best = cfg.keep_best
+    best = cfg.keep_best  # name of a metric, may have wildcards; "": none, "auto": torz chooses
     now["known_best"] = best in ("", "auto") or any(fnmatch.filter(row, best) for row in history)
     active = {}
     inactive = UNSOLVED if now["reward"] >= SOLVED else ()

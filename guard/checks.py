@@ -55,10 +55,11 @@ def preflight(
 
     Raises UserError if ranks differ in code, packages, settings or folder, or if the folder is in use or not
     writable."""
-    # The first argument is the verb of the message "not every rank runs what rank 0 runs".
+    # The first argument, "runs", is the verb of the message "not every rank runs what rank 0 runs".
     program = VERSIONS | {"config": short_hash(repr(cfg).encode())}
     check_same("runs", program, "the same code, packages and command line on every machine")
     dist.together(lambda: claim_folder(cfg, lock) if main else None)
+    # Rank 0 wrote its name into the lock file. All ranks must find this name there.
     owner = {f"the lock in {lock.file.parent}": dist.together(lock.owner)}
     check_same("finds", owner, "--out on a file system that all ranks share")
 
@@ -120,15 +121,16 @@ def case_of(
 
     problems: number of prompts in an epoch; 0: not given, so the plan assumes plan.ASSUMED_PROMPTS"""
     cuda = world.device.type == "cuda"
-    device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    device_bytes = torch.cuda.mem_get_info()[1] if cuda else 0  # total memory of this rank's GPU
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))  # number of ranks on this machine
     every = dist.gather((device_bytes, plan.host_memory(), local))
-    device_memory, host_memory, ranks = zip(*every, strict=True)
+    # Each has one value per rank. Memory is in bytes.
+    device_memory, host_memory, local_ranks = zip(*every, strict=True)
     gpu = None
     if cuda:
         gpu = plan.gpu_of(torch.cuda.get_device_name(), min(device_memory))
     shapes = model_shapes(cfg)
-    return plan.Case(cfg, world.size, shapes, gpu, max(ranks), min(host_memory), problems)
+    return plan.Case(cfg, world.size, shapes, gpu, max(local_ranks), min(host_memory), problems)
 
 
 def model_shapes(cfg: Config) -> list[plan.Shape]:
@@ -145,7 +147,7 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
     shortage = plan.shortage(case)
     if shortage:
         raise UserError(f"{shortage}; needed: {plan.remedy(case)}")
-    disk = planned["host and disk, GiB"]["disk, all"]
+    disk = planned["host and disk, GiB"]["disk, all"]  # GiB
     dist.together(check_space, case.cfg.folder, disk * GIB)
     engine = plan.engine_choice(case)
     say(f"{plan.verdict(case)}\n{engine}".rstrip() + "\n")
@@ -171,15 +173,16 @@ def check_vocabularies(cfg: Config, tokenizer: Any) -> None:
     """Raises UserError if --critic_model or --ref_model does not fit --model. It must have all tokens of
     --model, with equal ids, and enough positions. Its embedding must not be smaller, because the policy may
     also sample ids without a token."""
-    known = load_config(cfg.model).vocab_size
-    ours = {token: i for token, i in tokenizer.get_vocab().items() if i < known}
+    vocab_size = load_config(cfg.model).vocab_size  # number of rows of the policy's embedding
+    # A tokenizer may have tokens without a row in the embedding. The policy can't use them.
+    ours = {token: i for token, i in tokenizer.get_vocab().items() if i < vocab_size}
     for flag in ("critic_model", "ref_model"):
         path = getattr(cfg, flag)
         if not path:
             continue
         require(
             ours.items() <= load_tokenizer(path).get_vocab().items()
-            and known <= load_config(path).vocab_size,
+            and vocab_size <= load_config(path).vocab_size,
             f"--{flag} {path} has another vocabulary than --model {cfg.model}, "
             "or a smaller embedding",
             f"a --{flag} with the policy's tokenizer",
@@ -244,6 +247,7 @@ def check_gold(
             compared.append(i)
     if len(compared) > GOLD_SAMPLE:
         compared = random.Random(cfg.seed).sample(compared, GOLD_SAMPLE)
+    # Indices of the problems whose gold answers can't be graded. Each rank checks its part of `compared`.
     bad = dist.gather_all(ungradable(problems, compared[world.rank :: world.size], grader))
     shown = [f"{problems[i].where} {problems[i].answer!a:.60}" for i in sorted(bad)[:5]]
     found = (
@@ -263,7 +267,7 @@ def check_gold(
 def odd_golds(problems: Sequence[Problem]) -> list[str]:
     """Returns warnings, one line each: several gold answers of a prompt, one gold answer of many prompts."""
     found = []
-    golds = defaultdict(set)  # prompt -> its gold answers
+    golds = defaultdict(set)  # tokens of a prompt -> its gold answers
     for p in problems:
         golds[p.ids].add(p.answer)
     several = [sorted(answers) for answers in golds.values() if len(answers) > 1]
@@ -272,7 +276,7 @@ def odd_golds(problems: Sequence[Problem]) -> list[str]:
             f"{len(several)} prompts have several gold answers, such as {several[0]!a:.60}"
         )
     counts = Counter(p.answer for p in problems if p.kind != "choice")
-    for text, count in counts.most_common(1):
+    for text, count in counts.most_common(1):  # none if all problems have choices
         if count > max(COMMON * len(problems), 10):
             found.append(f"the gold answer of {count} of {len(problems)} problems is {text!a:.60}")
     return found
@@ -296,14 +300,15 @@ def ungradable(
         kind = problems[i].kind
         if not gold or len(gold) > MAX_ANSWER:
             bad.append(i)
-        elif kind == "choice" and not grade(gold, gold, kind):
+        elif kind == "choice" and not grade(gold, gold, kind):  # not a letter
             bad.append(i)
         elif kind == "math" and PLACEHOLDER.fullmatch(gold):
             bad.append(i)
         elif kind == "math":
             # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.
             other = "-1.5" if "." in gold else "-1"
-            grader.submit(i, rf"<answer>\boxed{{{other}}}</answer>", gold, True, kind)
+            response = rf"<answer>\boxed{{{other}}}</answer>"
+            grader.submit(i, response, gold, stopped=True, kind=kind)
     grades = grader.results()
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
@@ -340,16 +345,19 @@ def first_look(
     graded = ", ".join(f"{n} {why}" for why, n in reasons.most_common())
     found = f"of the first {len(rewards)} responses: {graded}"
     if errors:
-        found += f"; first error: {ascii(errors[0])[1:-1]}"
-    readable = []
+        found += f"; first error: {ascii(errors[0])[1:-1]}"  # without the quotes
+    readable = []  # names of extractors that find an answer where --extractor finds none
     for s in samples:
         if s.reason == "unparsed":
             readable += [name for name in readers(s.policy_text) if name != "whole"]
     others = Counter(dist.gather_all(readable)).most_common()
+    # Whether many responses have an answer that --extractor does not find. With --env that does not matter if
+    # there are rewards.
     lost = reasons["unparsed"] > len(rewards) / 20 and not (cfg.env and any(rewards))
     if others and lost:
         found += f"; answers that another --extractor finds: {dict(others)}"
     say(f"\n{found}\n")
+    # Remedies, if the run is refused below
     finds = "answers that --extractor finds, " if lost else ""
     mostly_cut = reasons["truncated"] > len(rewards) / 2
     remedies = "a --max_response_len that fits, a --stop that ends responses, easier --data"

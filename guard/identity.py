@@ -38,7 +38,7 @@ VERSIONS = dict.fromkeys(PACKAGES.split(), "none")
 for name in VERSIONS:
     for found in distributions(name=name):
         VERSIONS[name] = found.version
-        break
+        break  # the first one is imported
 VERSIONS["code"] = short_hash(b"".join(map(Path.read_bytes, CODE)))
 
 # Settings that may change when a run resumes. For some of them, such as `data` and `model`, another path is
@@ -66,7 +66,7 @@ def facts_of(
     tokenizer: Any,
     grader: Grader,
 ) -> tuple[Facts, Facts]:
-    """Returns the facts `read` and `noted` of a run."""
+    """Returns two dicts, the facts `read` and `noted` of a run (see above)."""
     terms = terms_of(cfg)
     content = {
         "problems (--data, --template, --reward)": fingerprint(problems),
@@ -107,8 +107,11 @@ def model_facts(
     who: str = "policy",
     lora: int = 0,
 ) -> Facts:
-    """Returns what a run reads from a model folder: the settings in config.json, the tokenizer's hash, the
-    end tokens, and with --lora the hash of the base, because checkpoints have only the adapters."""
+    """Returns the facts about a model folder that must not change: the settings in config.json, the
+    tokenizer's hash, the end tokens, and with --lora the hash of the base, because checkpoints have only the
+    adapters.
+
+    who: the model's role; each fact's name begins with it"""
     config = load_config(path)
     facts = json.loads(config.to_json_string(use_diff=False))
     facts["tokenizer"] = tokenizer_hash(tokenizer)
@@ -119,7 +122,9 @@ def model_facts(
 
 
 def source_of(who: str, config: Mapping[str, Any]) -> str:
-    """Returns the base model of policy, critic or ref. config: the fields of Config"""
+    """Returns the path of the model from which policy, critic or ref starts.
+
+    config: the fields of Config"""
     return config.get(f"{who}_model") or config["model"]
 
 
@@ -155,7 +160,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return short_hash(json.dumps(rules, sort_keys=True).encode())
 
 
-WEIGHTS = (".safetensors",)
+WEIGHTS = (".safetensors",)  # ends of file names
 FILES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
 
 
@@ -170,6 +175,7 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
             size = file.stat().st_size
             blocks.append(f"{file.name} {size} ".encode())
             with file.open("rb") as f:
+                # at: start of a block, in bytes
                 for at in range(0, size, max(size // 64, 4096)):
                     f.seek(at)
                     blocks.append(f.read(4096))
@@ -201,7 +207,7 @@ def check_same(
 
     verb: "reads" gives "not every rank reads what rank 0 reads"
     needed: what the user should do"""
-    every = dist.gather((os.uname().nodename, facts))
+    every = dist.gather((os.uname().nodename, facts))  # (host, facts) of each rank
     main, expected = every[0]
     other = {
         f"{host} ({'; '.join(differences(expected, found))})"
@@ -243,7 +249,7 @@ def check_base(
     who: policy, critic or ref. source: its base model's folder"""
     read = model_facts(source, tokenizer, who, saved["config"].get("lora", 0))
     read["chat template"] = template_hash(tokenizer, saved["config"]["template"])
-    was = source_of(who, saved["config"])
+    was = source_of(who, saved["config"])  # the folder at the run's start, which may have moved
     check_unchanged(
         path, saved, read, f"--model with the folder that the run started from (was: {was})"
     )

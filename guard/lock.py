@@ -16,7 +16,8 @@ LOCK_PATIENCE = 120.0
 
 
 class FolderLock:
-    """An flock of the file `lock` in a run's folder. The file stays, and names the last owner.
+    """An flock (a lock of the operating system) of the file `lock` in a run's folder. The file stays, and
+    names the last owner.
 
     The operating system releases the flock when its process ends. If the process was on another host, and
     this host is lost, the file server releases the flock."""
@@ -43,7 +44,7 @@ class FolderLock:
             )
             show(f"{self.file.parent} is in use by {by}; waiting for its end")
             time.sleep(10)
-        self.handle.truncate(0)
+        self.handle.truncate(0)  # the last owner's name
         json.dump(self.mine, self.handle)
         self.handle.flush()
         atexit.register(self.release)  # keeps this object, and so the lock, until the process ends

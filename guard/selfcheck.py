@@ -58,7 +58,8 @@ def check_engine(engine: Engine, policy: nn.Module, problems: Sequence[Problem])
     def trainer_logp(samples, temperature):
         p = pack(samples).to(device)
         with dist.on_device(policy, None, device):
-            return policy(p, temperature)[0][p.mask]
+            logp, _ = policy(p, temperature)
+            return logp[p.mask]
 
     weights = partial(dist.full_weights, policy, device)
     prompts = check_prompts(problems, engine.cfg)
@@ -78,7 +79,7 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     last prompt has 300 tokens, or fewer if the run's maximum length is smaller. The cache stores only whole
     blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
-    tokens = [*chain(*(p.ids for p in problems[:64]))]
+    tokens = [*chain(*(p.ids for p in problems[:64]))]  # at least one
     prompts = [list(p.ids) for p in problems[:4]]
     prompts.append((tokens * 300)[:300])
     return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}
@@ -109,15 +110,16 @@ def selfcheck(
     for when, scale, direction, causes in STAGES:
         requests = {(i, 0): prompt[::direction] for i, prompt in prompts.items()}
         limits = dict.fromkeys(requests, CHECK_TOKENS)
-        seed = cfg.seed, CHECK
+        seed = cfg.seed, CHECK  # CHECK: a number that no other seed has
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            samples = list(engine.generate(requests, limits, cfg.temperature, seed, -1))
+            samples = list(engine.generate(requests, limits, cfg.temperature, seed, version=-1))
         logp = trainer_logp(samples, cfg.temperature).float().cpu().numpy()
         gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
         gap = float(gaps.mean())
         if scale == 1:
             largest = max(largest, gap)
         agree = gap <= limit  # False also if the gap is NaN
+        # They must agree, but not with halved weights. Only the first error is kept.
         if agree != (scale == 1) and not error:
             error = (
                 f"{when}: engine and trainer differ by {gap:.3g} nats a token "

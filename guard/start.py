@@ -107,13 +107,13 @@ def prepare(cfg: Config) -> Run:
     cfg = replace(cfg, **paths)
     plan.check_ranks(cfg, world.size)
     lock = FolderLock(cfg.folder / "lock")
-    with ExitStack() as on_error:  # a notebook process lives on
+    with ExitStack() as on_error:  # after an error, a notebook's process lives on: release all
         on_error.callback(lock.release)
         preflight(cfg, lock, world.main)
         # All ranks read the checkpoint that rank 0 has found.
         path, resumes = dist.gather(dist.together(checkpoint_of, cfg))[0]
         with ExitStack() as stack:
-            if path:
+            if path:  # no other run may delete the checkpoint while it is read
                 dist.together(stack.enter_context, ckpt.hold(path))
             run = load(cfg, world, lock, path, resumes, on_error)
         on_error.pop_all()  # the run keeps its lock and its grader
@@ -141,8 +141,10 @@ def load(
     resumes: bool,
     on_error: ExitStack,
 ) -> Run:
-    """Reads and checks all that a run needs. path, resumes: the results of `checkpoint_of`. on_error gets the
-    grader, to close it if the start fails. Raises UserError as `prepare` does."""
+    """Returns the run, after reading and checking all that it needs. Raises UserError as `prepare` does.
+
+    path, resumes: the results of `checkpoint_of`
+    on_error: gets the grader, to close it if the start fails"""
     out = cfg.folder
     say = show if world.main else lambda text: None
     own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
@@ -150,13 +152,14 @@ def load(
     cfg, inputs = read_inputs(cfg, say, on_error)
     cfg = cfg.with_steps(len(inputs.problems))
     case = case_of(cfg, world, len(inputs.problems))
-    cfg = case.cfg
+    cfg = case.cfg  # without `auto` in --shard_ranks and --offload, and without --pack_len 0
     facts = state_of(cfg, world, inputs, saved)
     planned = check_fit(case, say)
     engine = dist.together(make_engine, cfg.model, inputs.tokenizer, cfg, world.device, world.dtype)
     for name, problems in ({"--data": inputs.problems} | inputs.held_out).items():
         check_gold(name, problems, inputs.grader, cfg, world, say)
     roles = load_models(case, world)
+    # Checkpoints have the trained models, and the reference if cfg.keeps_ref.
     kept = [role for role in roles.values() if role.optimizer or cfg.keeps_ref]
     models = {role.name: (role.model, role.optimizer) for role in kept}
     say(f"the whole plan: {out / 'plan.json'}\n{left_out(cfg.model)}".rstrip())
@@ -200,7 +203,7 @@ def with_checkpoint(
     if not resumes:
         return replace(cfg, start_from=str(path or "")), NEW
     saved = ckpt.read_state(path)
-    begun = saved["config"]["start_from"]
+    begun = saved["config"]["start_from"]  # the path RUN/ckpt/step_… of a checkpoint, or ""
     # --start_from may name the same run again, or a run whose checkpoint no longer exists (None).
     if cfg.start_from and ckpt.run_of(cfg.start_from) not in (None, Path(begun).parent.parent):
         raise UserError(
@@ -219,7 +222,9 @@ def with_checkpoint(
 
 def as_before(cfg: Config, before: Facts) -> Config:
     """Returns the config with the checkpoint's values in place of --shard_ranks auto and --pack_len 0. So
-    gradients are rounded as before. before: the checkpoint's config"""
+    gradients are rounded as before.
+
+    before: the checkpoint's config"""
     if cfg.shard_ranks == "auto":
         cfg = replace(cfg, shard_ranks=before["shard_ranks"])
     if cfg.pack_len == 0:
@@ -237,7 +242,9 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(cfg: Config, say: Say, on_error: ExitStack) -> tuple[Config, Inputs]:
-    """Returns the inputs of the run, and the config as `set_template` does. on_error: see `load`"""
+    """Returns a pair: the config, with `date` as `set_template` sets it; and the inputs of the run.
+
+    on_error: see `load`"""
     tokenizer = dist.together(load_tokenizer, cfg.model)
     cfg = dist.together(set_template, tokenizer, cfg)
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
@@ -257,9 +264,10 @@ def state_of(
     if an evaluation set of the checkpoint has another name now."""
     read, noted = facts_of(cfg, *inputs)
     check_same("reads", read | noted, "the same files on every machine")
+    # Names that the checkpoint gives evaluation sets: hash of the problems -> "--eval_data NAME"
     before = {mark: name for name, mark in saved["read"].items() if name.startswith("--eval_data ")}
     for name in map("--eval_data {}".format, inputs.held_out):
-        old = before.get(read[name], name)
+        old = before.get(read[name], name)  # the name that this set had
         require(
             old in read,
             f"{old} of the checkpoint would get another name, {name}",
@@ -293,7 +301,7 @@ def load_data(
     check_vocabularies(cfg, tokenizer)
     problems = load_problems(cfg.data, tokenizer, cfg, say, keep_fields=keep_fields)
     held_out = load_sets(cfg, tokenizer, say, keep_fields) if cfg.eval_every else {}
-    known = {p.ids for p in problems}
+    known = {p.ids for p in problems}  # prompts of --data
     for name, part in held_out.items():
         same = sum(p.ids in known for p in part)
         if same:
@@ -312,7 +320,7 @@ def load_models(case: plan.Case, world: dist.World) -> dict[str, Role]:
     cfg = case.cfg
     device = "cpu" if case.offloads else world.device
     roles = {}
-    bases = {}  # role that loads a base -> base
+    bases = {}  # role that loaded a base (a model without adapters) -> the base
     for who in cfg.models:
         load_model = load_policy
         if who == "critic":
@@ -325,7 +333,7 @@ def load_models(case: plan.Case, world: dist.World) -> dict[str, Role]:
             recompute=case.recompute.get(who, 0),  # the reference has no backward pass
         )
         if cfg.lora:
-            owner = "policy" if path == cfg.model else who
+            owner = "policy" if path == cfg.model else who  # whose base this role uses
             if owner not in bases:
                 frozen = partial(freeze, shard, cfg.lora, cfg.lora_alpha, world.dtype)
                 bases[owner] = load_model(path, device, frozen)
@@ -354,14 +362,15 @@ def make_optimizer(
 
 def stop(run: Run, step: int) -> None:
     """Save a checkpoint after `step` finished steps."""
-    for _ in range(2):  # if the first save fails, the second one succeeds or raises UserError
+    # If the first save fails, the second one succeeds or raises UserError. Else the second one saves nothing.
+    for _ in range(2):
         run.saver.save(step, run.carried)
         run.saver.finish()
 
 
 def finish(run: Run) -> None:
     """Save the last checkpoint, and export policy and critic to export/."""
-    steps = run.cfg.steps
+    steps = run.cfg.steps  # number of steps that have finished
     stop(run, steps)
     out = run.log.out
     for role in filter(None, (run.policy, run.critic)):

@@ -27,6 +27,7 @@ def watch(limit: float) -> None:
 
     The threads of all ranks tell each other of progress and signals. So a rank may wait for other ranks as
     long as one of them makes progress, and a signal to one rank stops all."""
+    # CURRENT: phase, progress and time limits of this process (dist.Phase)
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
@@ -40,7 +41,9 @@ def watch(limit: float) -> None:
 
 def look(store: td.Store, limit: float) -> None:
     """The thread of `watch`. store: shared by all ranks"""
-    told = 0  # steps of this rank (calls of dist.progress) that are already added to `store`
+    told = (
+        0  # steps of this rank that are already added to `store`; a step is a call of dist.progress
+    )
     heard = 0  # steps of all ranks, as last read from `store`
     moved = time.perf_counter()  # when `heard` last changed
     while time.perf_counter() - moved < limit:
@@ -58,6 +61,7 @@ def look(store: td.Store, limit: float) -> None:
             store = td.HashStore()  # from now on, only this rank's steps count
             continue
         told = steps
+        # Outside of dist.watched, such as between steps, no progress is needed.
         if total != heard or not CURRENT.watched:
             heard = total
             moved = time.perf_counter()
@@ -72,7 +76,8 @@ def look(store: td.Store, limit: float) -> None:
 
 def end_after_grace() -> None:
     """End this process if a signal came more than --grace seconds ago."""
-    signaled = stop_signal[:]  # a copy, because the run may end now and clear the list
+    # [name, time] of the signal, or []. A copy, because the run may end now and clear the list.
+    signaled = stop_signal[:]
     if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
         print(
             f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
@@ -84,7 +89,7 @@ def end_after_grace() -> None:
 
 def share_stop(store: td.Store) -> None:
     """Tell the other ranks of a signal to this rank, or hear of a signal to another rank."""
-    key = f"torz/stop/{CURRENT.runs}"
+    key = f"torz/stop/{CURRENT.runs}"  # each run of this process has another key
     if stop_signal:
         store.set(key, "")
     elif store.check([key]):
