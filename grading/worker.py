@@ -282,7 +282,7 @@ def _import_function(spec, known):
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     names = [name for name in known if takes_all or name in signature.parameters]
     if not names and not is_class:
-        names = known  # `bind` refuses the function
+        names = known  # no parameter has an allowed name, so `bind` refuses the function
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
     parallel = int(module.get("parallel", 16)) if seconds else 0
@@ -614,7 +614,7 @@ class Grader(AbstractContextManager):
         self.servers = [*self.functions.values(), self.comparisons]
         self.say = say
         self.stop = ()  # until the functions are imported, a signal does not end `_wait`
-        self.failure = ""  # why the run must end (see `check`)
+        self.failure = ""  # why the run must end (see `check`); "": it need not
         # A server is replaced when it is silent for this time and the `seconds` of its file.
         self.patience = START + WALL * deadline
         self.errors = {}  # (type of an error, FILE.py:FUNCTION or "") -> its first message
@@ -698,6 +698,7 @@ class Grader(AbstractContextManager):
         for server in self.servers:
             if server.requests:
                 server.close()  # otherwise it would still work on these requests
+            # The values are lists of (key, answer, stopped). `sum` joins them.
             for key, answer, _ in sum(server.waiting.values(), []):
                 self._grades[key] = Grade(0.0, "timeout", answer)
             server.requests = {}
@@ -709,8 +710,8 @@ class Grader(AbstractContextManager):
     def _wait(self):
         """Wait until no server is busy, `stop` is not empty, or `failure` is set. A server that has died or
         stalled is replaced, once."""
-        told = time.monotonic()
-        replaced = []
+        told = time.monotonic()  # when the last message was printed
+        replaced = []  # servers that this call has replaced
         self._read(0)
         while (busy := [s for s in self.servers if s.busy]) and not (self.stop or self.failure):
             now = time.monotonic()

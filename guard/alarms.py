@@ -77,7 +77,7 @@ def active_alarms(history: History, cfg: Config) -> dict[str, str]:
         last = [row[name] for row in history[-MEAN_STEPS:] if name in row]
         now[name] = sum(last) / len(last)  # not fmean, which raises ValueError for inf - inf
     now["constant_terms"] = constant_terms(history, cfg)
-    best = cfg.keep_best  # name of a metric, may have wildcards; "": none, "auto": torz chooses
+    best = cfg.keep_best  # name of a metric, may have wildcards; auto: mean eval/*/avg@k
     now["known_best"] = best in ("", "auto") or any(fnmatch.filter(row, best) for row in history)
     active = {}
     inactive = UNSOLVED if now["reward"] >= SOLVED else ()

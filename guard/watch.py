@@ -61,7 +61,7 @@ def look(store: td.Store, limit: float) -> None:
             store = td.HashStore()  # from now on, only this rank's steps count
             continue
         told = steps
-        # Outside of dist.watched, such as between steps, no progress is needed.
+        # Between two phases (see dist.watched), no progress is needed.
         if total != heard or not CURRENT.watched:
             heard = total
             moved = time.perf_counter()

@@ -49,7 +49,8 @@ CANNOT = {
         "python -m bench.tail", "python -m bench.chaos", "python -m bench.ablations",
         "python -m bench.recurrent", "python -m tools.evaluate", "python train.py tiny-grpo"),
     "needs a GPU, a cluster or a network": (
-        "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout"),
+        "torchrun", "sbatch", "srun", "pip install", "python train.py orz-7b --layout",
+        "python train.py orz-32b", "python train.py gsm8k"),
     "needs the history of the repository": ("git show",),
     "serves until it is stopped": ("tensorboard", "jupyter lab", "python -m vllm.entrypoints"),
     "is this, or a part of it": ("make test", "ruff check", "ruff format")}
