@@ -44,7 +44,7 @@ class FolderLock:
             )
             show(f"{self.file.parent} is in use by {by}; waiting for its end")
             time.sleep(10)
-        self.handle.truncate(0)  # the last owner's name
+        self.handle.truncate(0)  # removes the last owner's name
         json.dump(self.mine, self.handle)
         self.handle.flush()
         atexit.register(self.release)  # keeps this object, and so the lock, until the process ends

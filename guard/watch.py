@@ -41,9 +41,8 @@ def watch(limit: float) -> None:
 
 def look(store: td.Store, limit: float) -> None:
     """The thread of `watch`. store: shared by all ranks"""
-    told = (
-        0  # steps of this rank that are already added to `store`; a step is a call of dist.progress
-    )
+    # A step is a call of dist.progress.
+    told = 0  # steps of this rank that are already added to `store`
     heard = 0  # steps of all ranks, as last read from `store`
     moved = time.perf_counter()  # when `heard` last changed
     while time.perf_counter() - moved < limit:
