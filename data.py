@@ -122,7 +122,7 @@ class Sample:
     @property
     def turn_texts(self) -> list[str]:
         """Returns the parts of `text`: the policy's first turn, the environment's text, the policy's next
-        turn, …"""
+        turn, …. The last turn is what follows `earlier` in `text`."""
         return [*self.earlier, self.text[len("".join(self.earlier)) :]]
 
     @property
@@ -464,7 +464,7 @@ def _as_jinja(value):
 
 # With --skip_solved: Problem.index -> the first step that skips the problem
 Solved = dict[int, int]
-NONE: Solved = {}
+NONE: Solved = {}  # no problem is solved
 
 
 def batch_at(
@@ -530,8 +530,8 @@ def _order(n, seed, epoch):
 def extended(before: Sample, segment: Sample) -> Sample:
     """Returns the trajectory `before` with the tokens of `segment` appended. The caller must set `text`."""
 
-    def joined(field: str) -> np.ndarray:
-        return np.concatenate([getattr(before, field), getattr(segment, field)])
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(before, name), getattr(segment, name)])
 
     return replace(
         before,

@@ -559,6 +559,7 @@ class _Server:
 
     @property
     def busy(self):
+        """Whether the server still imports its function or has unanswered requests."""
         return self.process is not None and (self.facts is None or len(self.requests) > 0)
 
     def close(self):
@@ -678,6 +679,7 @@ class Grader(AbstractContextManager):
 
     def release(self, seed: int) -> None:
         """Queue the closing of the environment of the response with this seed, if it is still open."""
+        # Only an environment with state has the argument `texts`.
         if self.env and "texts" in self.functions[self.env].facts["names"]:
             self.ask(None, (), problem="", row=None, seed=seed)
 

@@ -104,6 +104,7 @@ def new_alarms(history: History, cfg: Config) -> list[str]:
     new = active_alarms(history, cfg)
     if not new:
         return []
+    # history[:end]: the rows of metrics after an earlier step
     for end in range(max(len(history) - QUIET_STEPS, 1), len(history)):
         for name in active_alarms(history[:end], cfg):
             new.pop(name, None)

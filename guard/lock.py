@@ -36,6 +36,7 @@ class FolderLock:
         end = time.monotonic() + LOCK_PATIENCE
         while not lock_file(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             owner = self.owner()
+            # Only the lock of another host can outlast its run, so only then this run waits.
             by = f"process {owner.get('pid')} on {owner.get('host')}"
             require(
                 owner.get("host") != self.mine["host"] and time.monotonic() < end,

@@ -79,7 +79,7 @@ def check_prompts(problems: Sequence[Problem], cfg: Config) -> dict[int, list[in
     last prompt has 300 tokens, or fewer if the run's maximum length is smaller. The cache stores only whole
     blocks (16 tokens on GPUs, 128 on CPUs)."""
     limit = max(1, cfg.model_len - CHECK_TOKENS)
-    tokens = [*chain(*(p.ids for p in problems[:64]))]  # at least one
+    tokens = [*chain(*(p.ids for p in problems[:64]))]  # repeated below, to make a long prompt
     prompts = [list(p.ids) for p in problems[:4]]
     prompts.append((tokens * 300)[:300])
     return {prompt_id: prompt[:limit] for prompt_id, prompt in enumerate(prompts)}
