@@ -308,7 +308,7 @@ def ungradable(
             # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.
             other = "-1.5" if "." in gold else "-1"
             response = rf"<answer>\boxed{{{other}}}</answer>"
-            grader.submit(i, response, gold, stopped=True, kind=kind)
+            grader.submit(i, response, gold, True, kind)  # True: the limit did not cut the response
     grades = grader.results()
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
 
