@@ -208,8 +208,7 @@ def load_problems(
         "no data files given",
         "--data FILE [FILE …]; the README tells which data a preset is made for",
     )
-    # Tokens of a prompt. At least one token is left for the response.
-    limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)
+    limit = min(cfg.max_prompt_len, (longest or cfg.model_len) - 1)  # tokens of a prompt
     encode = prompt_encoder(cfg.template, tokenizer, cfg.system_prompt, limit)
     special = re.compile("|".join([MARKUP, *map(re.escape, tokenizer.all_special_tokens)]))
     problems = []
@@ -281,8 +280,7 @@ def prompt_encoder(
         "this tokenizer has no chat template",
         "--template orz or plain",
     )
-    # The most characters that `limit` tokens can have
-    most_chars = limit * max(map(len, tokenizer.get_vocab()))
+    most_chars = limit * max(map(len, tokenizer.get_vocab()))  # characters of `limit` tokens
 
     def encode(turns, row="the row"):
         if form:
@@ -685,9 +683,7 @@ def pack(samples: Sequence[Sample], step: int | None = None) -> Pack:
     positions = index - np.repeat(starts, lengths)
     in_response = positions >= np.repeat([len(s.prompt) for s in samples], lengths)
 
-    def of_responses(
-        values,
-    ):  # an array (L,) of each response -> one array (T,), 0 at prompt tokens
+    def of_responses(values):  # arrays (L,) of the responses -> (T,), 0 at prompt tokens
         flat = np.concatenate(values)
         out = np.zeros(len(index), flat.dtype)
         out[in_response] = flat
