@@ -371,8 +371,8 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     """Yields (name, whole tensor) of every parameter. The tensors have the dtype model.compute_dtype, but
     fp32 if the name ends in "A_log" or "dt_bias" (FP32, Qwen3.5's delta nets). If the output layer is tied to
-    the embedding, only the embedding comes. Adapters (--lora) are merged into
-    the weights. A model on the host is moved to `device` during the iteration.
+    the embedding, only the embedding comes. Adapters (--lora) are merged into the weights. A model on the
+    host is moved to `device` during the iteration.
 
     Each tensor is gathered when it is asked for. The caller must not keep or change it: with one rank, it may
     be the model's own."""
@@ -382,7 +382,10 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     with on_device(model, None, device):  # None: the optimizer's state is not needed
         for name, param in model.named_parameters():
             dtype = pushed_dtype(name, model.compute_dtype)
-            yield name, whole(param.detach().to(dtype))
+            # The caller may be in inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = whole(param.detach().to(dtype))
+            yield name, tensor
 
 
 @contextlib.contextmanager

@@ -118,7 +118,8 @@ class Cache:
         pairs = np.array([*self.copies.items()])  # (target, source)
         target, source = to_device(pairs, self.table.device).T
         for cached in self.layers:
-            cached[:, target] = cached[:, source]
+            for into, page in zip(target.split(256), source.split(256), strict=True):  # less memory
+                cached[:, into] = cached[:, page]
         self.copies = {}
 
 
@@ -144,6 +145,8 @@ class Pages(Cache):
         pages = self.layers[0].shape[1]
         self.free = list(range(1, pages))  # the free pages; page 0 is never given away
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
+        self.copies = {}
+        self.unread = []
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""

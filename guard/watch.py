@@ -112,15 +112,17 @@ def handle_signals(grace: float) -> Iterator[None]:
     """Context manager. Inside it, SIGTERM, SIGUSR1, SIGHUP (a closed terminal), SIGQUIT and ctrl-C request a
     stop (dist.stop_requested). If this process ignores SIGHUP or SIGQUIT, as under nohup, that signal
     requests nothing. If the body still runs `grace` seconds after the signal, the thread of `watch` ends
-    the process with status 1. A ctrl-C more than 2 seconds after the first signal ends the process at once,
-    also with status 1."""
+    the process with status 1. A ctrl-C more than 2 seconds after the first signal to this process ends the
+    process at once, also with status 1."""
     CURRENT.grace = grace
+    times = []  # of the signals to this process; another rank's signal also fills stop_signal
 
     def request(number, frame):
+        times.append(time.monotonic())
         if not stop_signal:
             request_stop(signal.Signals(number).name)
         # torchrun repeats the first ctrl-C, so a second ctrl-C within 2 seconds is ignored.
-        elif number == signal.SIGINT and time.monotonic() - stop_signal[1] > 2:
+        elif number == signal.SIGINT and times[-1] - times[0] > 2:
             os._exit(1)
 
     before = {number: signal.signal(number, request) for number in handled_signals()}

@@ -33,7 +33,8 @@ FORMATS = [
         r"\boxed{41}, \boxed{42}", r"$\boxed{41}$ and $\boxed{42}$", r"\boxed{41}\boxed{42}",
         r"$\boxed{41} \quad \text{or} \quad \boxed{42}$", r"\(\boxed{41}\) and \(\boxed{42}\)",
         r"$x=\boxed{41}$ and $y = \boxed{42}$", r"x_1=\boxed{41}, x_2=\boxed{42}",
-        r"\boxed{41} as well as \boxed{42}", r"\boxed{41} 和 \boxed{42}")),
+        r"\boxed{41} as well as \boxed{42}", r"\boxed{41} 和 \boxed{42}",
+        r"$\boxed{41}$、$\boxed{42}$", r"$\boxed{41}$，$y=\boxed{42}$")),
     (r"first \boxed{41}. After a check it is \boxed{42}", dict(boxed="42", last_number="42")),
     (r"\boxed 5", dict(boxed="5", last_number="5")), (r"\boxed5", dict(boxed="5")),
     (r"\fbox{42}", dict(boxed="42", last_number="42")),
@@ -470,6 +471,18 @@ n\equiv 1,5\pmod 6 ~ n\equiv\pm1\pmod 6 ~ n=6k+1 \text{ or } n=6k+5 ~~ n\equiv 1
 x\ne2 ~ \text{all real numbers except } 2 ~ \mathbb{R}\setminus\{2\} ~~ \text{all real numbers}
 x\ne2 ~~ \text{all real numbers except } 3
 x^2+\frac12x ~ x²+½x ~~ x²+2x
+\frac{3\pi}{4} ~ ¾π ~ 3⁄4π ~~ 3½π ~ \frac{3}{4\pi}
+\frac{\sqrt3}{2} ~ ½√3 ~~ \frac{1}{2\sqrt3}
+x^{2/3}y ~~ x^2/3 y
+A(r)=\pi r^2 ~ A(t)=\pi t^2 ~ \pi r^2 ~ A\left(t\right)=\pi t^2 ~~ \pi d^2 ~ A=\pi d^2
+2^n,\ n\ge2 ~ 2^k, k\ge2 ~ 2^n, n>1 ~ 2^n \text{ for all integers } n\ge2 ~~ 2^n, n\ge3 ~ 2^n, n\ge12
+2^n,\ n\ge2 ~~ 2^n, n\in\mathbb{N}
+2k\pi,\ k\in\mathbb{Z} ~ 2k\pi ~~ 2k\pi, k\in\mathbb{Z}, k\ge0 ~ 2k\pi, k\ne0
+\gcd(m,n) ~ \operatorname{gcd}(m,n) ~ \text{gcd}(m,n) ~~ (m,n)
+\text{sufficient but not necessary} ~ \text{sufficient but not necessary condition}
+必要不充分 ~ 必要不充分条件 ~~ 充分不必要条件
+No ~~ \text{no condition}
+15 ~ 15本 ~ 15\text{本} ~~ 15万
 \frac{\sqrt3}{2} ~ √3⁄2 ~~ √(3⁄2)
 12 ~ १२ ~ 12. ~~ २१
 0.000012 ~ 0.000\,012 ~ 0.0000120 ~~ 0.000\,12

@@ -461,6 +461,25 @@ def test_a_closed_terminal_stops_a_run_as_sigterm_does(number, ignored):
         signal.signal(number, before)
 
 
+def test_only_a_second_ctrl_c_to_the_same_process_ends_it():
+    """Another rank's signal came 3 seconds earlier. The first ctrl-C here must not end the process."""
+    code = """
+import os, signal, sys, time
+from guard import watch
+with watch.handle_signals(100.0):
+    watch.request_stop("a signal to another rank")
+    watch.stop_signal[1] -= 3
+    os.kill(os.getpid(), signal.SIGINT)
+    print("goes on", flush=True)
+    time.sleep(2.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("must not be reached")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"RANK": "1"})
+    assert done.stdout == "goes on\n" and done.returncode == 1, done.stderr
+
+
 def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path):
     """All processes get the signal, as from a terminal. Their output has no reader."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2",

@@ -108,6 +108,7 @@ ON_RANKS = {
     "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),
     "weights of another shape": ("--model wide", "config.json and weights of wide differ in model."),
     "a critic as policy": ("--model critic", "of critic differ in score.weight [1, "),
+    "a reward's text": ("--reward cut.py:f", "can't use cut.py:f (IndentationError: "),
     "rewards without spaces": ("--reward math,format", "needed: --reward with some of, and spaces between"),
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
     "a family": ("--model mamba", "mamba"),
@@ -139,7 +140,8 @@ def folder(tiny, base, tmp_path_factory):
     """Returns a folder with the broken files and models that AT_ONCE and ON_RANKS name."""
     path = tmp_path_factory.mktemp("mistakes")
     row = '{"prompt": "1+2=", "answer": "3"}\n'
-    files = {"rows.jsonl": row, "r.py": "def score(response): pass\n", "bare.txt": "Solve this.",
+    files = {"rows.jsonl": row, "r.py": "def score(response): pass\n", "cut.py": "def f(response):",
+             "bare.txt": "Solve this.",
              "unreadable.jsonl": '{"prompt": "1+2=", "answer": "$$"}\n',
              "ifeval.jsonl": '{"prompt": "Write.", "ground_truth": "{}", "dataset": "ifeval"}\n'}
     for name, text in files.items():
