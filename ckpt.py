@@ -136,7 +136,7 @@ class StagingBuffer:
             for key, x in local.items():
                 # Copies from a GPU to memory that is not pinned are several times slower.
                 self.slices[key] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-            self.offsets = owned_offsets(live)
+            self.offsets = owned_offsets(live)  # a collective
         copies = [self.slices[key] for key in local]
         torch._foreach_copy_(copies, list(local.values()), non_blocking=True)
         if torch.cuda.is_available():
@@ -336,7 +336,7 @@ class Saver:
 
     def _write(self, temp, carried):
         """Writes this rank's files into the folder `temp`. Returns a dict: name of the file -> its CRC-32.
-        carried: see `save`"""
+        carried: this rank's trajectories that the next step continues"""
         self.buffer.check_finite()
         temp.mkdir(parents=True, exist_ok=True)
         files = [temp / f"shard-{td.get_rank():05d}.safetensors"]
@@ -702,7 +702,7 @@ def export_hf(
 
     weights: the result of dist.full_weights
     source: folder of the base model
-    facts: the result of `marker`
+    facts: content of the export's torz.json (see `marker`)
 
     Raises UserError, the same on every rank, if `check_export_path` refuses `out` or a write fails."""
     main = _is_main()

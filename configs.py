@@ -341,6 +341,7 @@ class Config:
         )
 
     def _check_batch(self):
+        # model_len: most tokens of a prompt plus its response
         require(
             self.max_response_len < self.model_len,
             f"--max_model_len {self.max_model_len} is too small for a prompt and "
@@ -1019,10 +1020,10 @@ def check_given(cfg: Config, given: Sequence[str]) -> None:
             f"--{field} is given twice",
             f"all values after one --{field}, separated by spaces",
         )
-    for idle_flags, name, value, needed in NO_EFFECT:
-        idle = [field for field in given if field in idle_flags.split()]
+    for flags, setting, idle_value, needed in NO_EFFECT:
+        idle = [field for field in given if field in flags.split()]
         require(
-            not idle or getattr(cfg, name) != value,
+            not (idle and getattr(cfg, setting) == idle_value),
             f"--{' --'.join(idle)} has no effect in this run",
             needed,
         )

@@ -424,8 +424,8 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template that makes the same prompts as in training. Returns "" if the new chat
-    template gives an example other tokens than training does.
+    """Returns a Jinja chat template that makes the same prompts as in training. One that is made of a text
+    template is tried on an example; returns "" if the example gets other tokens than in training.
 
     form: the text of --template, with {problem} in place of the problem; "" for `--template chat`"""
     if not form:

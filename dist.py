@@ -139,6 +139,7 @@ def init(device: str = "auto", dtype: str = "auto", stall_limit: float = 3600.0)
         # A process alone needs no network.
         store = td.HashStore() if size == 1 else fresh_store(rank, size, timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        # LONGEST_WAIT: a rank may wait for another rank's rollout for hours.
         td.init_process_group(
             backend, timeout=timeout + LONGEST_WAIT, rank=rank, world_size=size, store=store
         )

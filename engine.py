@@ -39,9 +39,9 @@ Key = tuple[int, int]  # prompt_id and sample_id
 class MemoryLedger:
     """Records the GiB in use at the end of each stage of the last `with engine.awake(…)` block. The stages
     are "trainer" (before the block), "weights" (vLLM's memory for weights is back), "sync" (the new weights
-    are there), "awake", "sampled" and "asleep". `residual` is the GiB that the engine
-    holds while it sleeps. Create the ledger before the engine allocates memory, because the first reading
-    must not include the engine's memory.
+    are there), "awake" (with vLLM, the KV cache is back, too), "sampled" (the block's end) and "asleep" (the
+    engine has given its memory back). `residual` is the GiB that the engine holds while it sleeps. Create the
+    ledger before the engine allocates memory, because the first reading must not include the engine's memory.
 
     On a GPU, the readings count the memory of all processes. torch's own statistics would also count tensors
     whose memory a sleeping engine has given back."""

@@ -90,7 +90,8 @@ class Meter:
         self.add_max(f"{name}/max", largest)
 
     def reduce(self) -> dict[str, float]:
-        """Returns a dict: name -> value over all ranks, for all metrics, and fills `variances`."""
+        """Combines the metrics of all ranks: sums, means or maxima, as each was added. Returns a dict:
+        name -> value. Fills `variances`. All ranks must call this method."""
         metrics = _over_ranks(self.peaks, dist.all_max)
         sums = _over_ranks(self.sums, dist.all_sum)
         for name, i in sums:  # i: 0 for the total, 1 for the count, 2 for the squares (see `add`)
@@ -254,7 +255,7 @@ class Logger(contextlib.AbstractContextManager):
         self.unwritten.append(row)
         self._write(step)
         for tracker in self.trackers:
-            if step >= tracker.unsent:  # not sent before the run was resumed
+            if step >= tracker.unsent:  # `unsent`: the first step that was not sent before a resume
                 tracker.attempt(tracker.send, row, self.samples)
         self.samples = []
         self.next_step = step + 1
@@ -268,7 +269,7 @@ class Logger(contextlib.AbstractContextManager):
                 self.say(f"  {name} {row[name]:.3f}")
         if "reward" in row:
             self.history.append(row)
-            self.steps.update()
+            self.steps.update()  # the progress bar
 
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows for the next step, and log an

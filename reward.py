@@ -302,9 +302,9 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
 def _submit(grader, terms, reward, extractor, row, number, where):
     """Submit a row of `dry_run` to the graders among `terms`. Returns the text that they read.
 
-    where: the row's file and number"""
-    # A row has `gold` if a run wrote it to samples/; `row` is then the row of the data file, if a reward
-    # function reads it.
+    terms, reward: --reward as Terms and as texts. where: the row's file and number"""
+    # A row of a run's samples/ has a field "gold". It also has a field "row", the row of the data file, if a
+    # reward function of that run reads it.
     needed = '{"response": "text", "answer": "text"}'
     checked(row, {"response": str}, where)
     text = row["response"]
@@ -313,8 +313,9 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     kind = row.get("kind") or kind_of(reward)
     gold = row["gold"] if "gold" in row else gold_answer(row, kind, where)
     require(gold is not None, f"{where} has no answer as text", needed)
+    lacks_row = "gold" in row and "row" not in row
     require(
-        "gold" not in row or "row" in row or not grader.reads_rows,
+        not (lacks_row and grader.reads_rows),
         f"{where} is a sample without its row of the data file, which --reward reads",
         "samples of a run whose --reward reads it, too",
     )

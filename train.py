@@ -511,7 +511,7 @@ def add_prompt_shares(
 
     layout[minibatch][rank][pack]: indices of the pack's samples among the samples of all ranks
     prompts: prompt_id of each sample of all ranks
-    trained: tokens in the loss of each sample of all ranks"""
+    trained: number of tokens in the loss, for each sample of all ranks"""
     tokens = np.bincount(prompts, trained)  # of each prompt; a minibatch has whole prompts
     share = np.zeros(len(tokens))
     for ranks in layout:  # ranks: one minibatch, [rank][pack] -> indices

@@ -520,9 +520,12 @@ def normalise(text: str) -> str:
     text = text.strip()
     if text.isdecimal() and text.isascii():  # most answers; no rule changes them
         return text
+    # Unwrap $5$, \(5\), **5**, `5` and \boxed{5}. lastindex: the group of the content
     while match := DELIMITED.fullmatch(text.rstrip(".")):
         text = match[match.lastindex].strip()
-    text = TOKEN.sub(_token, _plain(SLASHED.sub(_slashed, text))).rstrip(" .")
+    text = SLASHED.sub(_slashed, text)  # ½ becomes \frac{1}{2}
+    text = _plain(text)  # Unicode becomes ASCII and LaTeX
+    text = TOKEN.sub(_token, text).rstrip(" .")  # common spellings; words get quotes
     for pattern, new in TIDY:
         # Most patterns don't match. Then `search` is faster than `sub`.
         if pattern.search(text):
@@ -1014,13 +1017,15 @@ def _number(text):
     if text.startswith("10^"):
         text = "1*" + text
     if match := DECIMAL.fullmatch(text):
-        sign, whole, places, repeated, power = match.groups("")
+        sign, whole, decimals, repeated, power = match.groups("")
         power = int(power or 0)
-        value = Fraction(f"{sign}0{whole}.{places}0e{power}")  # 0: `whole` or `places` may be empty
-        if repeated:  # the 6 of 0.1\overline{6}, in the value 6/9 of the last place
-            end = Fraction(f"{sign}{repeated}e{power - len(places)}")
-            return Number(value + end / (10 ** len(repeated) - 1), None)
-        return Number(value, max(len(places) - power, 0) if places else None)
+        value = Fraction(
+            f"{sign}0{whole}.{decimals}0e{power}"
+        )  # 0: `whole` or `decimals` may be empty
+        if repeated:  # 0.1\overline{6} is 0.1 + 0.6 / 9, and `end` is the 0.6
+            end = Fraction(f"{sign}{repeated}e{power - len(decimals)}")
+            return Number(value + end / (10 ** len(repeated) - 1), places=None)
+        return Number(value, places=max(len(decimals) - power, 0) if decimals else None)
     match = FRACTION.fullmatch(re.sub(r"\\frac\{([^{}]+)\}\{([^{}]+)\}(?!\d)", r" \1/\2", text))
     if not match:
         return None
@@ -1029,11 +1034,11 @@ def _number(text):
     if bottom == 0 or mixed and not 0 < top < bottom:  # 1 3/2 is no mixed number
         return None
     value = Fraction(top, bottom)
-    # 84/2 is a calculation. 2:30 may be a time, so it is not 1:15.
+    # 84/2 is a calculation. A ratio with ":" must be in lowest terms: 2:30 may be a time, which is not 1:15.
     if value.denominator == 1 or ":" in text and value.denominator < bottom:
         return None
     value = (int(mixed or 0) + value) * int(sign + "1")
-    return Number(value / 100 if percent else value, None)
+    return Number(value / 100 if percent else value, places=None)
 
 
 # --- equality
@@ -1264,8 +1269,8 @@ def _covers(families, others):
 
 
 def _family(text):
-    """Returns the values of a text with one letter k for k from -60 to 60; [] for any other text, or if
-    steps of 2 in k do not always add the same number. 2, because of (-1)^k"""
+    """Reads a text with one letter k, such as 2k+1. Returns its values at k = -60 to 60 if a step of 2 in k
+    always adds the same number, which is not 0; else []. 2, because (-1)^k repeats after two steps"""
     parsed = _parse(text)
     if parsed is None or len(parsed.free_symbols) != 1 or re.search(r"\\(?:sum|prod|int)|!", text):
         return []
@@ -1360,6 +1365,7 @@ def _as_residue(reading):
 
 
 def _parts(reading, kind, other):
+    """Returns the parts of a Reading of this kind, and `other` for a Reading of another kind."""
     return reading.parts if reading.kind == kind else other
 
 
@@ -1460,6 +1466,7 @@ def _same_chain(answer, gold, prove):
 def _same_quantity(answer, gold, prove):
     """Does the work of `_same` if one or both Readings have a unit. If only the answer has a unit, one of the
     unit's words must look like a unit (`is_unit`): `5 cm` equals 5, but `5 nearly` differs from 5."""
+    # Without a unit, a Reading is its own number, with the unit None.
     a, unit, is_unit = _parts(answer, "quantity", (answer, None, True))
     b, needed, _ = _parts(gold, "quantity", (gold, None, True))
     if a.kind == "text" and needed:  # gold `(B) 15`, read as 15 with the unit ("choice", "b")
@@ -1469,6 +1476,7 @@ def _same_quantity(answer, gold, prove):
         a, unit = _in_radians(a), None
     if needed == ("degree",) and not unit and r"\pi" in a.text:
         b = _in_radians(b)
+    # An answer without a unit may equal any gold answer. A unit must be the gold answer's, or look like one.
     agrees = unit == needed if needed else is_unit
     return (not unit or agrees) and _same(a, b, prove)
 

@@ -198,10 +198,12 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 def _unused(fields, problem, turns, where):
     """Returns (name, hash of the value) for each field of the row, or of a turn, with a text that no prompt
-    shows. Fields with a name of QUIET are left out. Raises UserError if such a field has a name of
-    OF_QUESTION.
+    shows. Raises UserError if the name of such a field is in OF_QUESTION. Leaves out other fields whose name
+    is in QUIET.
 
-    problem: the value of the problem's field"""
+    problem: the value of the problem's field
+    turns: (role, content) of each turn that the prompt shows, read from `problem`
+    where: file and row, for messages"""
     every = [*fields.items()]  # (name, value) of all fields
     for turn in problem if isinstance(problem, list) else ():
         every += [(name, value) for name, value in turn.items() if name not in TURN]

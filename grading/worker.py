@@ -444,7 +444,8 @@ def serve(
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles ctrl-C
     _in_thread(_watch, parent)
-    # Move the connection to a descriptor that a user's function does not close: LOW or higher.
+    # A user's function, or a library that it calls, may close low descriptors, such as 3. So move the
+    # connection to LOW or higher.
     connection = Connection(fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, LOW))
     os.close(handle)
     facts = dict(seconds=0, parallel=0, names=[])  # when there is no function

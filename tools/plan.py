@@ -657,15 +657,17 @@ def _allocator_loss(case, shape, root, logits, kept):
     kept: bytes of the activations that are kept for the backward pass"""
     if not case.gpu:
         return 0
-    # An estimate of the free memory in pieces that are too small for later tensors.
+    # An estimate of the free memory in pieces that are too small for later tensors: a layer in fp32, and a
+    # share of the kept activations.
     pieces = 4 * shape.layer + HOLES * kept
     of_root = 0 if case.cfg.lora else 4 * root / case.shards  # a rank's shard in fp32
-    if case.shards == 1:
+    if case.shards == 1:  # fitted to measurements
         return pieces + max(of_root, logits / 2)
-    # The last two terms are the outputs (the whole weights) and the inputs (a rank's shard) of two
-    # all-gathers: the root's and one layer's. Only FSDP's CUDA stream can reuse this memory.
-    whole = case.number_bytes * (root + shape.layer)
-    return pieces + of_root + logits + whole + whole / case.shards
+    # Outputs (the whole weights) and inputs (a rank's shard) of two all-gathers: the root's and one layer's.
+    # Only FSDP's CUDA stream can reuse this memory.
+    outputs = case.number_bytes * (root + shape.layer)
+    inputs = outputs / case.shards
+    return pieces + of_root + logits + outputs + inputs
 
 
 def _update_instants(case, name, recompute):
@@ -811,9 +813,10 @@ def _with_total(case, usage):
     idle = CUDA_CONTEXT + NCCL_BUFFERS if case.gpu else 0.0
     if not case.offloads:
         counted = usage.get("weights", 0.0) + usage.get("AdamW", 0.0)
-        idle += (1 + HOLES) * case.state - counted  # HOLES: many small tensors
-    elif case.cfg.lora:  # only the base moves to the host; adapters and their moments stay
-        idle += case.saved
+        idle += case.state - counted
+        idle += HOLES * case.state  # unused memory between many small tensors
+    elif case.cfg.lora:  # Only the base moves to the host. Adapters and their moments stay,
+        idle += case.saved  # which are what a checkpoint holds.
     usage = usage | {"CUDA and idle state": idle}
     return {"total": sum(usage.values())} | usage
 
@@ -1159,7 +1162,7 @@ def remedy(case: Case) -> str:
     model or other devices."""
     cfg = case.cfg
     node = case.local
-    if case.gpu and case.world <= node:  # one machine is assumed to have at least NODE GPUs
+    if case.gpu and case.world <= node:  # on one machine; it may have NODE GPUs
         node = max(node, NODE)
     for doublings, change in product(range(11), _changes(case)):
         ranks = case.world * 2**doublings
