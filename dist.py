@@ -375,18 +375,27 @@ def full_weights(model: nn.Module, device: Device = "cpu") -> Weights:
     the embedding, only the embedding comes. Adapters (--lora) are merged into the weights. A model on the
     host is moved to `device` during the iteration.
 
-    Each tensor is gathered when it is asked for. The caller must not keep or change it: with one rank, it may
-    be the model's own."""
+    The caller must not keep a tensor: its memory is freed before the next decoder layer is gathered."""
     if model.base is not model:  # with --lora
         yield from model.merge(full_weights(model.base, device))
         return
+    groups = {"": model}
+    for i, layer in enumerate(model.model.layers):
+        groups[f"model.layers.{i}."] = layer
     with on_device(model, None, device):  # None: the optimizer's state is not needed
-        for name, param in model.named_parameters():
-            dtype = pushed_dtype(name, model.compute_dtype)
-            # The caller may be in inference mode.
-            with torch.inference_mode(False), torch.no_grad():
-                tensor = whole(param.detach().to(dtype))
-            yield name, tensor
+        for prefix, group in groups.items():
+            is_root = group is model  # the root has the parameters outside of the layers
+            parts = [model] if is_root else group.modules()
+            parts = [part for part in parts if isinstance(part, FSDPModule)]
+            for part in parts:
+                part.unshard()
+            for name, param in group.named_parameters():
+                if is_root and name.startswith("model.layers."):
+                    continue
+                dtype = pushed_dtype(name, model.compute_dtype)
+                yield prefix + name, param.detach().to(dtype)
+            for part in parts:
+                part.reshard()
 
 
 @contextlib.contextmanager

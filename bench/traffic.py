@@ -12,7 +12,6 @@ from collections import Counter
 
 import torch
 import torch.distributed as td
-import torch.distributed._functional_collectives as funcol
 
 import configs
 from bench.common import say
@@ -27,36 +26,23 @@ COLLECTIVES = {"all_gather_single": ("gather", 1), "reduce_scatter_single": ("re
 
 def count() -> None:
     """Patches the functions of COLLECTIVES to count bytes in SENDS. All-reduces over all ranks are not
-    counted: most are dist.all_sum of a few numbers. With --shard_ranks 1, this leaves out FSDP2's, too.
-    Also counts the gathers of DTensor.full_tensor (dist.full_weights)."""
-    def add(name: str, size: int, ranks: list[int]) -> None:
-        nodes = len({rank // configs.NODE for rank in ranks})
-        for way, n in plan.sent(size, len(ranks), nodes)._asdict().items():
-            SENDS[name, way] += n
-
+    counted: most are dist.all_sum of a few numbers. With --shard_ranks 1, this leaves out FSDP2's, too."""
     def patch(function: str, name: str, times: int) -> None:
         real = getattr(td, function)
 
         def call(*args, **kwargs):
             ranks = td.get_process_group_ranks(kwargs.get("group") or td.group.WORLD)
             size = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            nodes = len({rank // configs.NODE for rank in ranks})
             others = name != "all-reduce" or len(ranks) < td.get_world_size()
-            add(name, times * size * others, ranks)
+            for way, n in plan.sent(times * size * others, len(ranks), nodes)._asdict().items():
+                SENDS[name, way] += n
             return real(*args, **kwargs)
 
         setattr(td, function, call)
 
     for function, (name, times) in COLLECTIVES.items():
         patch(function, name, times)
-    gather = funcol.all_gather_single
-
-    def gather_shards(shard, gather_dim, group, tag=""):
-        mesh, dim = group
-        ranks = td.get_process_group_ranks(mesh.get_group(dim))
-        add("gather", shard.nbytes * len(ranks), ranks)
-        return gather(shard, gather_dim, group, tag)
-
-    funcol.all_gather_single = gather_shards
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class VLLMEngine(Engine):
         self.llm.wake_up(tags=["weights"])
         self.ledger.mark("weights")
         # For some models, vLLM copies the embedding and the output layer only after it has received the last
-        # weight. A caller of `dist.full_weights` must not keep a tensor, so vLLM gets clones.
+        # weight. FSDP has then freed both tensors, so vLLM gets clones.
         copied = "embed_tokens.weight", "lm_head.weight"  # ends of names
         stream = (
             (name, tensor.clone() if name.endswith(copied) else tensor) for name, tensor in weights

@@ -759,8 +759,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     The peak is at one of these instants. The phases: "sync" (the engine gets new weights), "rollout", "ref",
     "critic" and "policy"."""
     policy = case.models["policy"]
-    # A sync gathers one weight at a time (dist.full_weights). But the engine may keep a layer's weights, or
-    # the root (all other weights), until it has all of them. They count twice: gathered and as copies.
+    # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
+    # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
     # `root` and `gathered` are numbers of weights, and become bytes in `sync`.
     root = case.params["policy"] - policy.layers * policy.layer
     gathered = 2 * max(root, policy.layer)
