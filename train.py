@@ -33,6 +33,7 @@ from configs import (
     show,
     user_errors,
 )
+from guard.lock import FolderLock
 from reward import check_functions, terms_of
 from tools.plan import check_ranks
 
@@ -42,11 +43,15 @@ if __name__ == "__main__":
         CONFIG = parse()
         check_paths(CONFIG)
         check_functions(CONFIG)
+        main_rank = os.environ.get("RANK", "0") == "0"
         starts = 0  # number of ranks that this process starts; 0 under torchrun, which starts them
         if "RANK" not in os.environ:
             # NODE is 8. If --ranks is larger, `check_ranks` fails and asks for torchrun.
             starts = CONFIG.ranks if 1 < CONFIG.ranks <= NODE else 1
             check_ranks(CONFIG, starts)
+        # Now, because a second run must take no memory of the GPUs that the first one uses.
+        if main_rank:
+            FolderLock(CONFIG.folder / "lock").refuse_living()
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
@@ -54,7 +59,7 @@ if __name__ == "__main__":
         import dist  # not at the top: dist imports torch, which is slow
 
         sys.exit(dist.launch(starts, CONFIG.grace))  # exit status, or an error message
-    if os.environ.get("RANK", "0") == "0":
+    if main_rank:
         print("loading torch and transformers …", flush=True)
 
 BEGIN = time.perf_counter()  # seconds

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import if_there, lock_file, read_json, require, show
+from configs import explained, if_there, lock_file, read_json, require, show
 
 # Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
 LOCK_PATIENCE = 120.0
@@ -49,6 +49,13 @@ class FolderLock:
         json.dump(self.mine, self.handle)
         self.handle.flush()
         atexit.register(self.release)  # keeps this object, and so the lock, until the process ends
+
+    def refuse_living(self) -> None:
+        """Raises UserError if another run uses the folder, or if its lock can't be written."""
+        if self.owner():
+            with explained(f"can't write {self.file}", "permission and space", OSError):
+                self.claim()
+                self.release()
 
     def release(self) -> None:
         if self.handle:

@@ -28,7 +28,7 @@ import dist
 import train
 from configs import UserError, checked
 from engine import MemoryLedger, eos_ids
-from guard.checks import claim_folder, is_run
+from guard.checks import is_run
 from guard.lock import FolderLock
 from guard.watch import handle_signals
 from log import Logger, read_metrics
@@ -434,15 +434,26 @@ def test_a_lock_that_cannot_be_read_is_refused(tmp_path, how):
         FolderLock(tmp_path / "lock").claim()
 
 
-def test_a_lock_that_cannot_be_written_is_one_line(base, tmp_path, monkeypatch):
+def test_a_lock_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "lock").write_text('{"host": "lost"}')
 
     def refused(*args):
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(FolderLock, "claim", refused)
-    with pytest.raises(UserError, match=f"can't write to {tmp_path} .*Permission denied.*; needed: "):
-        claim_folder(base, FolderLock(tmp_path / "lock"))
+    with pytest.raises(UserError, match="can't write .*lock .*Permission denied.*; needed: "):
+        FolderLock(tmp_path / "lock").refuse_living()
+
+
+def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
+    holder = FolderLock(tmp_path / "run/lock")
+    holder.claim()
+    done = subprocess.run([sys.executable, "-X", "importtime", f"{ROOT}/train.py", "tiny-ppo", "--ranks", "2",
+                           "--model", tiny, "--data", *base.data, "--out", f"{tmp_path}/run"],
+                          capture_output=True, text=True, timeout=300)
+    holder.release()
+    assert f"run is in use by process {os.getpid()} on " in done.stderr.splitlines()[-1]
+    assert "| torch\n" not in done.stderr
 
 
 # --- signals and hosts
