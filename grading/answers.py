@@ -44,6 +44,7 @@ What counts as equal:
   equals `f(x)=cx for any constant c`. Also the constants of an equation: `y=Ae^x` equals `y=Ce^x`.
 - `\frac\pi4+\frac{k\pi}2` equals `\frac{(2k+1)\pi}4`: the same values for all integers k. `7k+3` and
   `-4 \pmod 7` equal `3 \pmod 7`.
+- `\log` has the base 10. But if one of the two has `\ln`, `\log` is `\ln`, too.
 - `60^\circ` equals `\frac\pi3`. `22^\circ30'` equals `22.5^\circ`.
 - Antiderivatives may differ by a number: `-\frac12\cos^2x+C` equals `\frac12\sin^2x+C`. Formulas with
   \lfloor \rfloor of an integer n are equal if they are for n = 1 to 60 and for three larger n.
@@ -446,7 +447,7 @@ TIDY = {
     r'\("(?:(?:double|repeated) root|(?:min|max)imum|approx)"\)$': "",  # 3 (double root)
     r'\(("[^"]*")\)$': r"\1",  # 5 (cm)
     r"^-\((\\frac\{\d+\}\{\d+\}|[\d./]+)\)$": r"-\1",  # -(1/2)
-    r"(?<![^,;])([A-Z](?:_\{\w\})?)(?=\([^()]*,[^()]*\)(?![^,;.]))": r"\1=",  # A(1,2)
+    r"(?<![^,;])([A-Z](?:_\{\w\})?'*)(?=\([^()]*,[^()]*\)(?![^,;.]))": r"\1=",  # A(1,2)
     r"^(\([^()]*,[^()]*\))\^\{(?:T|\\top ?)\}$": r"\1",  # (1,2)^T
     r'^"(?:either|both)" ?(?=.*[,;])': "",
     r'"as well as"': ",",
@@ -633,7 +634,7 @@ for row in ";".join(UNIT_NAMES).split(";"):
     ALIASES |= dict.fromkeys(names, names[0])
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")
 BASES = _table(
-    "two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
+    "one 1 two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10",
     "eleven 11 twelve 12 thirteen 13 fourteen 14 fifteen 15 sixteen 16",
     "seventeen 17 eighteen 18 nineteen 19",
 )
@@ -643,7 +644,7 @@ NO_UNIT = (
     "not no or on if is are was be it at by more less fewer than over under above "
     "below about least most between times plus minus half from binary "
     "base ten gross basis greater except "
-    "maybe perhaps otherwise modulo one point negative short twenty thirty forty "
+    "maybe perhaps otherwise modulo point negative short twenty thirty forty "
     "fifty sixty googol squared"
 )
 NO_UNIT = BASES.keys() | set(NO_UNIT.split())
@@ -1088,11 +1089,12 @@ MISREAD = re.compile(
     r"'|!!|\d \d|\d ?\{\d|\d_|\\(?:equiv|approx|sim|pmod)(?![a-z])"
     r"|\\\{|\\frac\{d\w\}"
 )
-# What math-verify's parser misreads -> how to write it. It reads \sin x*2 as \sin(2x), 2(3) as 2+3, \gamma+1
-# as the gamma function of 1, and I as the imaginary unit. [x] is the integer part of x.
+# What math-verify's parser misreads -> how to write it. It reads \sin x*2 as \sin(2x), \ln2\sqrt3 as
+# \sqrt3\ln2, 2(3) as 2+3, \gamma+1 as the gamma function of 1, and I as the imaginary unit. [x] is the
+# integer part of x.
 PARSED = {
     r"(\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)|l(?:n|og(?:_\{\w+\})?))) ?"
-    r"([\w\\]+)(?=\*)": r"\1(\2)",
+    r"([\w\\]+(?=\*)|\d+\\sqrt\{[^{}]*\})": r"\1(\2)",
     r"(?<=[\d)])(?=\()|(?<=\))(?=\d|\\frac)": "*",
     r"(?<!sqrt)\[([^][,]*)\]": r"\\lfloor \1\\rfloor ",
     r"\\([gG])amma(?![a-z])|(?<![\\a-z])(I(?![a-z])|[eE](?=_))": r"\\mathcal{\1\2}",
@@ -1582,6 +1584,8 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
     from math_verify import verify
     from sympy import Eq, cancel, ceiling, floor, nan, numer, together
 
+    if r"\ln" in answer + gold:  # beside \ln, \log is the natural logarithm, too
+        answer, gold = (re.sub(r"\\log(?!_)", r"\\ln", text) for text in (answer, gold))
     right, left = _parse(gold), _parse(answer)
     if right is None:
         raise ValueError(f"the gold answer {gold[:80]!r} cannot be parsed")

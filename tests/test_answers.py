@@ -278,6 +278,12 @@ x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12
 42\% ~ 42 per cent ~ 0.42 ~~ 42 ~ 42 permille
 -5 ~ −5 ~ ‐5 ~ －𝟓 ~ -５ ~ -5\u200b ~~ 5 ~ ５
 3\log 2 ~ \log 8 ~~ \log 6
+2\log 2-1 ~ 2\ln 2-1 ~ \log 4-1 ~~ 2\ln 3-1
+2\ln 2-1 ~ 2\log 2-1 ~~ 2\lg 2-1 ~ 2\log 3-1
+\frac{\ln 3}{\ln 2} ~ \log_2 3 ~ \frac{\log 3}{\log 2} ~~ \log 3
+\arccos\frac{1}{3} ~ \arctan 2\sqrt{2} ~~ \sqrt{2}\arctan 2 ~ \arctan 3\sqrt{2}
+P'(-3,4) ~ (-3,4) ~ P'(-3, 4) ~~ (3,4)
+1 ~ one ~~ no one ~ one third
 \lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
 p=5,q=2 ~ (5,2) ~ q=2, p=5 ~~ (2,5) ~ p=2,q=5
 v_1=10,v_2=20 ~ v_2=20,v_1=10 ~~ v_1=20,v_2=10 ~ 10
