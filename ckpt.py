@@ -501,21 +501,17 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def damaged(folder: Path, rank: int = 0, ranks: int = 1) -> str:
-    """Returns a text about a file that has changed since it was saved, or can't be read; "" if there is no
-    such file. To share the work, each rank checks only every `ranks`-th file."""
-    error, crcs = _attempt(read_json, folder / "COMPLETE")  # name of a file -> its CRC-32
-    if error:
-        return error
+    """Returns a text about a file that has changed since it was saved; "" if there is no such file. To share
+    the work, each rank checks only every `ranks`-th file. Raises UserError if a file can't be read."""
+    crcs = read_json(folder / "COMPLETE")  # name of a file -> its CRC-32
     names = {"state.json", *crcs}
     for name in names_in(folder):
         # A resumed run reads these files. If COMPLETE does not list such a file, it was added after the save.
         if name.startswith("carried-") or name.endswith(".safetensors"):
             names.add(name)
     for name in sorted(names)[rank::ranks]:
-        # found: {name: CRC-32 of the file as it is now}; None if the file is gone
-        error, found = _attempt(if_there, _crc32s, folder / name)
-        if error:
-            return error
+        # {name: CRC-32 of the file as it is now}; None if the file is gone
+        found = if_there(_crc32s, folder / name)
         if found != {name: crcs.get(name)}:
             return f"{folder / name} is damaged: it has changed since it was saved, or is gone"
     return ""
@@ -580,7 +576,9 @@ def read_state(folder: Path) -> Facts:
     share = ()  # rank and ranks, for `damaged`; (): this process checks all files
     if td.is_initialized():
         share = (td.get_rank(), td.get_world_size())
-    bad = max(dist.gather(damaged(folder, *share)))  # "" only if no rank has found a damaged file
+    error, bad = _attempt(damaged, folder, *share)
+    # A rank that can't read a file comes here, too. "" only if no rank has found a damaged file
+    bad = max(dist.gather(error or bad))
     require(not bad, bad, f"an older checkpoint (move {folder} away and type the same command)")
     state = read_json(folder / "state.json", {"step": int})
     own = step_folder(folder.parent.parent, state["step"]).name

@@ -262,7 +262,7 @@ def state_of(
 ) -> Facts:
     """Returns the content of state.json, without the step. Raises UserError if ranks read different files, or
     if an evaluation set of the checkpoint has another name now."""
-    read, noted = facts_of(cfg, *inputs)
+    read, noted = dist.together(facts_of, cfg, *inputs)
     check_same("reads", read | noted, "the same files on every machine")
     # Names that the checkpoint gives evaluation sets: hash of the problems -> "--eval_data NAME"
     before = {mark: name for name, mark in saved["read"].items() if name.startswith("--eval_data ")}

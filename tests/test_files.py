@@ -144,6 +144,23 @@ def test_a_file_server_that_fails_a_few_times_changes_nothing(base, two_ranks, t
     assert run_ranks(1, resumed, cfg, part, errno.ESTALE, 4) == [4]
 
 
+def prepared_with_a_fault(cfg, part, event):
+    if os.environ["RANK"] == "1":
+        faulty(part, errno.EIO, 10**6, [event])
+    return ranks.prepared(cfg)
+
+
+@pytest.mark.parametrize("part,event", [("ckpt/step_000004", "os.listdir"), ("model/merges.txt", "open")])
+def test_a_file_that_one_rank_cannot_read_is_the_line_that_all_show(base, two_ranks, tmp_path, part, event):
+    """The list of a checkpoint's files, and a file of the model that only the hash of its folder reads."""
+    model = shutil.copytree(base.model, tmp_path / "model")
+    (model / "merges.txt").touch()
+    cfg = dataclasses.replace(base, out=str(tmp_path / "run"), model=str(model))
+    copy_of(two_ranks, tmp_path / "run")
+    first, second = run_ranks(2, prepared_with_a_fault, cfg, part, event)
+    assert first == second and f"{part} can't be read" in first and "; needed: " in first
+
+
 def test_the_types_of_json_values_are_checked():
     shape, good = {"step": int, "note": str | None}, {"step": 1, "f": {"bytes": 2}}
     assert checked(good, shape, "file") is good and checked(good | {"note": "x"}, shape, "file")
