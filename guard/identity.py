@@ -164,6 +164,11 @@ WEIGHTS = (".safetensors",)  # ends of file names
 FILES = (".json", ".jinja", ".model", ".txt", *WEIGHTS)
 
 
+def _readable(file):
+    """Returns a context manager that turns an OSError into a UserError: `file`, of a model, can't be read."""
+    return explained(f"{file} can't be read", "an intact copy of the model", OSError)
+
+
 def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
     """Returns a hash that shows whether the files of a model folder whose names end in one of `kinds` have
     changed. The default `kinds` are config, tokenizer and weights. To save time, the hash covers only the
@@ -171,7 +176,7 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
     as a link without its target."""
     blocks = []
     for file in sorted(file for file in Path(path).iterdir() if file.suffix in kinds):
-        with explained(f"{file} can't be read", "an intact copy of the model", OSError):
+        with _readable(file):
             size = file.stat().st_size
             blocks.append(f"{file.name} {size} ".encode())
             with file.open("rb") as f:
@@ -185,10 +190,10 @@ def folder_fingerprint(path: str, kinds: Sequence[str] = FILES) -> str:
 @cache  # one base may serve three roles
 def weights_hash(path: str) -> str:
     """Returns a hash of all bytes of a folder's weight files. Each file has a thread, which reads about
-    1 GB/s."""
+    1 GB/s. Raises UserError if a file can't be read."""
 
     def digest(file):
-        with file.open("rb") as f:
+        with _readable(file), file.open("rb") as f:
             return hashlib.file_digest(f, "sha256").digest()
 
     with ThreadPoolExecutor() as pool:

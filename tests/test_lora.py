@@ -217,6 +217,10 @@ def test_the_hash_of_a_base_is_of_all_its_files(tmp_path):
         (tmp_path / name).write_bytes(bytes([i]) * 1000)
     digests = [hashlib.sha256((tmp_path / name).read_bytes()).digest() for name in names]
     assert weights_hash(str(tmp_path)) == short_hash(b"".join(digests))
+    (tmp_path / "3.safetensors").symlink_to("gone")  # as in a cache of the Hub whose download has ended early
+    weights_hash.cache_clear()
+    with pytest.raises(UserError, match="3.safetensors can't be read .*; needed: an intact copy of"):
+        weights_hash(str(tmp_path))
 
 
 # --- runs
