@@ -32,7 +32,8 @@ class FolderLock:
         Raises UserError if another run uses the folder, and OSError if the folder can't be written to."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.owner()  # refuses a user's file of this name
-        self.handle = self.file.open("a")
+        # without a buffer, whose text `release` would try to write again after a full disk
+        self.handle = self.file.open("ab", buffering=0)
         end = time.monotonic() + LOCK_PATIENCE
         while not lock_file(self.handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
             owner = self.owner()
@@ -46,8 +47,9 @@ class FolderLock:
             show(f"{self.file.parent} is in use by {by}; waiting for its end")
             time.sleep(10)
         self.handle.truncate(0)  # removes the last owner's name
-        json.dump(self.mine, self.handle)
-        self.handle.flush()
+        self.handle.write(json.dumps(self.mine).encode())
+        # Otherwise NFS may show the new text to other hosts only when the file is closed.
+        os.fsync(self.handle.fileno())
         atexit.register(self.release)  # keeps this object, and so the lock, until the process ends
 
     def refuse_living(self) -> None:

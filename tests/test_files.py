@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import stat
@@ -460,6 +461,27 @@ def test_a_lock_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(FolderLock, "claim", refused)
     with pytest.raises(UserError, match="can't write .*lock .*Permission denied.*; needed: "):
         FolderLock(tmp_path / "lock").refuse_living()
+
+
+def test_a_lock_that_cannot_be_filled_is_released_without_another_error(tmp_path):
+    """As on a full disk. An error of the release would hide the line that says what is needed."""
+    lock, (soft, hard) = FolderLock(tmp_path / "lock"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            lock.claim()
+        lock.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_name_in_a_lock_is_on_the_disk_while_the_run_goes_on(tmp_path, monkeypatch):
+    """NFS writes an open file to the server only when it must, and the other hosts look for the name."""
+    lock, real, names = FolderLock(tmp_path / "lock"), os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda fd: names.append(lock.owner()) or real(fd))
+    lock.claim()
+    lock.release()
+    assert names == [lock.mine]
 
 
 def test_a_folder_in_use_on_this_host_is_refused_before_torch_is_imported(base, tiny, tmp_path):
