@@ -65,10 +65,11 @@ def look(store: td.Store, limit: float) -> None:
             heard = total
             moved = time.perf_counter()
         end_after_grace()
-    print_stacks(
-        f"stalled: no rank made progress for {limit:.0f} s (--stall_limit); this one was in "
-        f"phase {CURRENT.name}; the stacks of this process on {os.uname().nodename}:"
-    )
+    with contextlib.suppress(OSError):  # the terminal was closed
+        print_stacks(
+            f"stalled: no rank made progress for {limit:.0f} s (--stall_limit); this one was in "
+            f"phase {CURRENT.name}; the stacks of this process on {os.uname().nodename}:"
+        )
     time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
     os._exit(1)
 
@@ -78,11 +79,12 @@ def end_after_grace() -> None:
     # [name, time] of the signal, or []. A copy, because the run may end now and clear the list.
     signaled = stop_signal[:]
     if signaled and time.monotonic() - signaled[1] > CURRENT.grace:
-        print(
-            f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
-            f"{CURRENT.name} has not ended: this process ends without saving",
-            file=sys.stderr,
-        )
+        with contextlib.suppress(OSError):  # the terminal was closed
+            print(
+                f"{signaled[0]} came {CURRENT.grace:.0f} s ago (--grace), and phase "
+                f"{CURRENT.name} has not ended: this process ends without saving",
+                file=sys.stderr,
+            )
         os._exit(1)
 
 

@@ -206,6 +206,24 @@ def test_a_run_that_goes_on_after_the_grace_period_is_ended():
     assert process.exitcode == 1
 
 
+@pytest.mark.parametrize("limit", [1000.0, 2.0])
+def test_a_run_whose_terminal_was_closed_is_ended_in_time(limit):
+    """Nobody reads the line that says why: --grace or --stall_limit."""
+    code = f"""
+import os, signal, time, dist
+from guard.watch import handle_signals, watch
+watch({limit})
+with dist.phase("x"), handle_signals(grace=0.1):
+    if {limit} > 2:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(300)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE,
+                               env=os.environ | {"RANK": "0"})
+    process.stderr.close()
+    assert process.wait(30) == 1
+
+
 def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
     """A folder named plot.png makes the report fail, after the models are saved."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
