@@ -209,6 +209,10 @@ class Logger(contextlib.AbstractContextManager):
         self.next_step = start  # the step after the last logged step
         if not main:
             return
+        # Now, because it takes a while: a kill between a step's save and its row would lose the row.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.make_writer = SummaryWriter
         first = start if own else 0  # rows from this step on are set aside
         config = dataclasses.asdict(cfg) | {"versions": versions}
         needed = "space and permission there, or another --out"
@@ -274,8 +278,6 @@ class Logger(contextlib.AbstractContextManager):
     def _write(self, step):
         """Write the rows in `unwritten`. If the disk is full, keep the rows for the next step, and log an
         alarm."""
-        from torch.utils.tensorboard import SummaryWriter
-
         try:
             while self.unwritten:
                 row = self.unwritten[0]
@@ -283,7 +285,7 @@ class Logger(contextlib.AbstractContextManager):
                 self.unwritten.pop(0)
                 # purge_step: from this step on, TensorBoard hides the rows that an interrupted run wrote.
                 if self.writer is None:
-                    self.writer = SummaryWriter(str(self.out / "tb"), purge_step=row["step"])
+                    self.writer = self.make_writer(str(self.out / "tb"), purge_step=row["step"])
                 for name, x in row.items():
                     self.writer.add_scalar(name, x, row["step"])
         except OSError as e:

@@ -196,6 +196,13 @@ def test_rows_are_json_and_those_of_another_run_are_kept_beside(tmp_path):
     assert len(read_jsonl(tmp_path / "alarms.old.jsonl")) == 1
 
 
+def test_the_row_of_the_first_step_waits_for_no_slow_import(tmp_path, monkeypatch):
+    """A checkpoint that is saved meanwhile would count, and a run killed then would never have the row."""
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    written(tmp_path, [])
+    assert "torch.utils.tensorboard" in sys.modules
+
+
 def test_a_start_that_cannot_write_loses_no_history(tmp_path):
     written(tmp_path, learning(4))
     before = (tmp_path / "metrics.jsonl").read_bytes()
