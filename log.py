@@ -344,9 +344,8 @@ def _set_aside(path, shape, start):
     rows = read_jsonl(path, shape)  # shape: METRICS or ALARM
     earlier = [row for row in rows if row["step"] < start]
     later = [row for row in rows if row["step"] >= start]
-    if later:
-        with path.with_suffix(".old.jsonl").open("a") as file:
-            file.write(_lines(later))
+    for row in later:
+        _append(path.with_suffix(".old.jsonl"), row)
     replace_text(path, _lines(earlier))
 
 

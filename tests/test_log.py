@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -210,6 +211,21 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
     with pytest.raises(UserError, match=f"can't write to {tmp_path} "):
         written(tmp_path, [], start=2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_row_that_is_set_aside_follows_no_half_a_line(tmp_path):
+    """As on a disk that was full at one start and has space at the next."""
+    written(tmp_path, learning(4)).close()
+    (tmp_path / "metrics.old.jsonl").write_text('{"step": 0}\n' * 410)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # room for 80 bytes of the row of step 2
+    try:
+        with pytest.raises(UserError, match=f"can't write to {tmp_path} "):
+            written(tmp_path, [], start=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    written(tmp_path, [], start=2)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.old.jsonl")][410:] == [2, 3]
 
 
 def test_a_response_may_hold_what_utf8_has_not(tmp_path):
