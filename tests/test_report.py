@@ -64,6 +64,21 @@ def folder(tmp_path_factory):
     return out
 
 
+def test_a_report_shows_no_responses_of_a_run_that_went_further_before(tmp_path):
+    """A run without a checkpoint died after step 36. The run that began again in its folder has 24 steps."""
+    logger = Logger(tmp_path, PPO, True, 0, {}, {})
+    for step in (0, 24, 36):
+        for kind in ("samples", "eval"):
+            logger.save_samples(kind, step, [sample(0, 0, True, f"{kind} after {step}", set="aime")])
+    for step in (0, 24):
+        logger.step(step, {"reward": 0.5, "time/step": 1.0})
+    write_report(tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    for step in (0, 24, 36):
+        assert (f"samples after {step}" in page) == (f"eval after {step}" in page) == (step < 36)
+    assert "step_000024 ✓" in story(tmp_path) and "step_000036" not in story(tmp_path)
+
+
 def test_the_report_holds_every_text_alarm_and_metric_and_nothing_that_runs_or_loads(folder):
     html = (folder / "report.html").read_text(encoding="utf-8")
     tags, pre, text = page_of(html)
@@ -116,7 +131,7 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
 
 
 def test_the_story_shows_three_problems_of_which_each_has_many_responses(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@4": 0.5}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@4": 0.5}\n{"step": 12}\n')
     (tmp_path / "eval").mkdir()
     for step in (0, 12):  # the later evaluation has its problems in another order
         numbers = sorted(range(5), key=lambda i: i if step else -i)

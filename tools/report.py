@@ -404,9 +404,13 @@ def _fold(title, html):
 
 
 def _files(run, kind):
-    """Returns the files of responses, one for each step, in the order of the steps. kind: the folder's name,
-    samples or eval"""
-    return sorted((run / kind).glob("step_*.jsonl"))
+    """Returns the files of responses, one for each step, in the order of the steps. Leaves out files of steps
+    after the last row of metrics.jsonl: the run was continued, or begun again, at an earlier step.
+
+    kind: the folder's name, samples or eval"""
+    last = max((row["step"] for row in read_metrics(run)), default=0)
+    files = sorted((run / kind).glob("step_*.jsonl"))
+    return [file for file in files if file.stem <= f"step_{last:06d}"]
 
 
 def _samples(run, kind):
