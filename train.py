@@ -25,7 +25,6 @@ from pathlib import Path
 from configs import (
     NODE,
     Config,
-    UserError,
     check_paths,
     parse,
     require,
@@ -131,7 +130,7 @@ def write_report(folder: Path, done: bool) -> None:
         report.write_report(folder)
         if done:
             show(report.story(folder))
-    except (OSError, UserError) as e:
+    except Exception as e:  # also matplotlib's: the run itself is complete
         show(f"!! can't write the report to {folder} ({e})")
 
 

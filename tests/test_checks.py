@@ -224,10 +224,16 @@ with dist.phase("x"), handle_signals(grace=0.1):
     assert process.wait(30) == 1
 
 
-def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd):
-    """A folder named plot.png makes the report fail, after the models are saved."""
+@pytest.mark.parametrize("name", ["train", "$_$"])
+def test_a_report_that_cannot_be_written_is_one_line(base, two_ranks, tmp_path, capfd, name):
+    """A folder named plot.png, or a metric's name that matplotlib reads as a wrong formula, makes the report
+    fail, after the models are saved."""
     shutil.copytree(two_ranks[0], tmp_path, dirs_exist_ok=True, symlinks=True)
     (tmp_path / "plot.png").unlink(missing_ok=True)
-    (tmp_path / "plot.png").mkdir()
-    assert run_ranks(1, ranks.main, dataclasses.replace(base, out=str(tmp_path)), True) == [""]
+    if name == "train":
+        (tmp_path / "plot.png").mkdir()
+    lines = Path(base.eval_data[0]).read_text().splitlines(keepends=True)
+    (tmp_path / f"{name}.jsonl").write_text("".join(lines if name == "train" else lines[1:]))
+    cfg = dataclasses.replace(base, out=str(tmp_path), eval_data=(f"{tmp_path}/{name}.jsonl",))
+    assert run_ranks(1, ranks.main, cfg, True) == [""]
     assert "!! can't write the report to " in capfd.readouterr().out
