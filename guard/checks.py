@@ -201,7 +201,8 @@ def check_parts(
 ) -> None:
     """Raises UserError if --reward has format or tags, which need <think> in the response, and the prompt
     already ends in <think>."""
-    names = {t.name for t in terms_of(cfg)}
+    # not graders: a user's function may be named tags
+    names = {t.name for t in terms_of(cfg) if not t.is_grader}
     prompt = tokenizer.decode(list(problems[0].ids))
     for part in {"format", "tags"} & names:
         require(

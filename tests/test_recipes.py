@@ -403,6 +403,7 @@ def test_format_rewards_are_refused_where_the_prompt_opens_the_thought(base, tin
             assert re.match(f"--reward {part} .*--template {name} .*; needed: ", refused(f"{part}=0.5"))
         else:
             check_parts(problems, tokenizer, dataclasses.replace(cfg, reward=("math", f"{part}=0.5")))
+        check_parts(problems, tokenizer, dataclasses.replace(cfg, reward=("math", f"r.py:{part}")))
 
 
 def test_each_problem_has_its_own_value_of_each_metric():
