@@ -1087,8 +1087,12 @@ def in_groups(text: str) -> str:
 
 
 def check_paths(cfg: Config) -> None:
-    """Raises UserError if a model, a template or a data file does not exist. Skips names on the Hugging Face
-    Hub. On several machines, checks only the template. Later checks cover all."""
+    """Raises UserError if a model, a template or a data file does not exist, or if --out or --eval_data is
+    not UTF-8, because TensorBoard writes their names. Skips names on the Hugging Face Hub. On several
+    machines, does not look for models and data. Later checks cover all."""
+    for path in (f"{cfg.folder}", *cfg.eval_data):
+        with explained(f"the path {path!a} is no text", "UTF-8 for --out and --eval_data"):
+            path.encode()
     # prompt_form, model_folder and data_file raise the UserErrors. Their results are not needed here.
     prompt_form(cfg.template)
     # torchrun sets both variables. They differ if there are several machines.

@@ -73,6 +73,8 @@ AT_ONCE = {
                              "--resample_rounds 1 can't be used together"),
     "a seed that torch can't take": ("tiny-ppo --seed 18446744073709551617", "--seed"),
     "a round as long as a response": ("tiny-grpo --round_len 48 --carry 0.25", "needed: --round_len 3, or"),
+    "a folder that is no text": (f"{RUN} --out caf\udce9", "caf\\udce9' is no text (UnicodeEncodeError: "),
+    "a set that is no text": (f"{RUN} --eval_data h\udcff.jsonl", "the path 'h\\udcff.jsonl' is no text ("),
     "a data file's path": ("orz-7b --model MODEL --data none.jsonl", "no data file none.jsonl; needed: "),
     "an evaluation file's path": ("orz-7b --model MODEL --data rows.jsonl --eval_data a.j", "no data file a"),
     "a file as model": ("orz-7b --model rows.jsonl --data rows.jsonl", "no model folder 'rows.jsonl'; need"),
