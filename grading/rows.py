@@ -364,7 +364,7 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
     _, marked, last = text.rpartition("####")  # GSM8K
     if marked and "\n" not in last.strip() and kind != "exact":
         return last.strip()
-    if _first(fields, *ANSWER) is fields.get("solution"):  # the gold answer is the field `solution`
+    if _first(fields, *ANSWER[:-1]) is None:  # the gold answer is the last field, `solution`
         # In TRL's format, `solution` may be the answer alone: one line with fewer than 4 words.
         bare = "prompt" in fields and "\n" not in text and len(WORD.findall(text)) < 4
         require(

@@ -69,6 +69,7 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{2} and \\boxed{3"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{3}", "answer": "2"}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "\\boxed{2}", "answer": null}': (Q, "2", "math"),
+    **{f'{{"problem": "1+1=", "solution": {x}, "answer": {x}}}': (Q, "2", "math") for x in ('"2"', "2")},
     # formats of verl, DAPO, TRL and RLVR
     '{"prompt": USER, "reward_model": {"ground_truth": "2", "style": "rule"}}': (Q, "2", "math"),
     '{"prompt": TALK, "reward_model": {"ground_truth": 2}, "data_source": "d"}': (Q, "2", "math"),
