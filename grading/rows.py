@@ -505,7 +505,7 @@ def _letter_of(gold, choices, fields, where):
 
 # Bytes to skip: UTF-8's byte-order mark, with which some files start, and whitespace.
 BLANK = b"\xef\xbb\xbf \t\r\n"
-ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete .arrow file
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # the last bytes of a complete Arrow stream
 READABLE = "JSON in UTF-8, an object a line (in .json also a list), or Parquet or Arrow"
 
 
@@ -551,11 +551,15 @@ def _arrow_rows(file):
         if file.suffix == ".parquet":
             # 1000 rows are in memory at once.
             batches = pyarrow.parquet.ParquetFile(file).iter_batches(1000)
-        else:  # written by save_to_disk of the library `datasets`
+        else:
             source = pyarrow.memory_map(str(file))
-            if source.read_at(8, source.size() - 8) != ARROW_END:
-                raise EOFError("the program that wrote it was stopped")
-            batches = pyarrow.ipc.open_stream(source)
+            if source.read_at(6, 0) == b"ARROW1":  # Arrow's file format, as polars writes it
+                reader = pyarrow.ipc.open_file(source)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:  # Arrow's stream format, as save_to_disk of the library `datasets` writes it
+                if source.read_at(8, source.size() - 8) != ARROW_END:
+                    raise EOFError("the program that wrote it was stopped")
+                batches = pyarrow.ipc.open_stream(source)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from enumerate(rows, 1)
 
