@@ -1157,11 +1157,11 @@ DATA_FILES = (".arrow", ".parquet", ".jsonl", ".json")
 
 
 def data_file(path: str) -> Path:
-    """Returns the path of a data file. Raises UserError if there is no such file, or if its name does not end
-    in one of DATA_FILES."""
+    """Returns the path of a data file. Raises UserError if there is no such file, if it can't be reached, or
+    if its name does not end in one of DATA_FILES."""
     file = Path(path)
     require(
-        file.is_file() and path.endswith(DATA_FILES),
+        exists(file) and file.is_file() and path.endswith(DATA_FILES),
         f"no data file {path}",
         f"files {', '.join(DATA_FILES)} with spaces between (CSV: docs/forking.md), "
         "or OWNER/NAME:FILE",
@@ -1194,7 +1194,7 @@ def prompt_form(template: str) -> str:
     if template in TEMPLATES:
         return TEMPLATES[template]
     require(
-        Path(template).is_file(),
+        exists(Path(template)) and Path(template).is_file(),
         f"no template {template!r}",
         "--template orz, plain, chat or a text file with {problem}",
     )

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, checked, nearest, require, run_command
+from configs import Config, checked, exists, explained, nearest, require, run_command
 from grading.answers import KINDS, extract
 from grading.rows import dataset_of, gold_answer, read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
@@ -246,14 +246,15 @@ def check_functions(cfg: Config) -> list[Term]:
 
 
 def check_function(spec: str) -> None:
-    """Raises UserError if the file of FILE.py:FUNCTION does not exist, or lacks the function's name."""
+    """Raises UserError if the file of FILE.py:FUNCTION can't be read, or lacks the function's name."""
     file, _, name = spec.rpartition(":")
     require(
-        Path(file).is_file(),
+        exists(Path(file)) and Path(file).is_file(),
         f"{spec!r} names no function in a file that exists",
         SPEC,
     )
-    text = Path(file).read_text(errors="ignore")
+    with explained(f"{file} can't be read", "permission to read it", OSError):
+        text = Path(file).read_text(errors="ignore")
     words = set(re.findall(r"\w+", text))
     require(
         name in words or "import *" in text,

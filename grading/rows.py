@@ -524,14 +524,10 @@ def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
     if file.suffix in (".parquet", ".arrow"):
         rows = _arrow_rows(file)
     else:
-        with file.open("rb") as f:
-            is_list = f.read(4096).lstrip(BLANK)[:1] == b"["
-        if is_list and file.suffix != ".jsonl":
-            rows = enumerate(_decoded(file.read_bytes(), file), 1)
-        else:
-            rows = _line_rows(file)
-    for numbered in rows:
-        yield numbered
+        rows = _json_rows(file)
+    with explained(f"{path} can't be read", READABLE, OSError):
+        for numbered in rows:
+            yield numbered
     require(numbered is not None, f"{path} is empty", "at least one row")
 
 
@@ -564,9 +560,15 @@ def _arrow_rows(file):
         yield from enumerate(rows, 1)
 
 
-def _line_rows(file):
-    """Yields (number, line as bytes) of a file with one row of JSON a line. Skips empty lines."""
+def _json_rows(file):
+    """Yields (number, row) of a file with a list of rows in JSON, or (number, line as bytes) of a file with
+    one row a line. Skips empty lines."""
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip(BLANK):
-                yield number, line
+        is_list = lines.read(4096).lstrip(BLANK)[:1] == b"["
+        lines.seek(0)
+        if is_list and file.suffix != ".jsonl":
+            yield from enumerate(_decoded(lines.read(), file), 1)
+        else:
+            for number, line in enumerate(lines, 1):
+                if line.strip(BLANK):
+                    yield number, line

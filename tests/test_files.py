@@ -29,11 +29,13 @@ import dist
 import train
 from configs import UserError, checked
 from engine import MemoryLedger, eos_ids
+from grading.rows import read_rows
 from guard.checks import is_run
 from guard.lock import FolderLock
 from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import files_weights, load_config, load_policy, load_tokenizer
+from reward import check_function
 from tools import report
 
 OTHER = 65534  # the user nobody
@@ -104,6 +106,19 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_absent(two_ranks, tmp_path,
     with pytest.raises(UserError, match=f"{place}.* can't be read .a link without its target.; needed: "):
         look(out)
     assert ckpt.find(tmp_path / "new", "auto") is None and not is_run(tmp_path / "new")
+
+
+@pytest.mark.parametrize("how", ["loop", "input/output error"])
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl", "d.parquet", "d.arrow", "r.py", "t.txt"])
+def test_a_file_of_the_user_that_cannot_be_read_is_one_line(tmp_path, name, how):
+    """Data, a reward and a template."""
+    path = tmp_path / name
+    path.write_text("{problem}")
+    spoil(path, how)
+    look = {"r": lambda: check_function(f"{path}:score"), "t": lambda: configs.prompt_form(str(path))}
+    with pytest.raises(UserError, match=rf"^{path} can't be read \(.*; needed: ") as e:
+        look.get(name[0], lambda: list(read_rows(str(path))))()
+    assert "\n" not in str(e.value)
 
 
 def as_nobody(out, look):
