@@ -96,7 +96,8 @@ def check_settings(config: PreTrainedConfig, path: str) -> None:
     # None: the config lacks the setting.
     gates = [settings.get(name) for name in ("attn_output_gate", "output_gate_type", "hidden_act")]
     settings["gates"] = not set(gates) <= {None, True, "silu", "swish"}
-    must_be_off = MUST_BE_OFF + FAMILIES[family]
+    # transformers makes the family ministral of a mistral config with layer_types.
+    must_be_off = MUST_BE_OFF + FAMILIES.get(family, ["layer_types"])
     wrong = [name for name in must_be_off if settings.get(name)]
     for rope in ropes(config):
         kind = rope.get("rope_type") or "default"  # a config without a type means the default

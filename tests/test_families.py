@@ -191,6 +191,13 @@ def test_what_is_not_computed_is_refused(name, changes, words, folder_of, tmp_pa
     assert all(family in str(e.value) for family in families) and "\n" not in str(e.value)
 
 
+def test_a_mistral_model_with_windows_in_some_layers_is_refused(folder_of, tmp_path):
+    """transformers reads its config as one of the family ministral."""
+    path = changed_folder(folder_of("mistral"), tmp_path / "model", **families.SLIDING)
+    with pytest.raises(UserError, match=r"model \(ministral\) has settings .* wrong: layer_types; needed: "):
+        model.load_config(path)
+
+
 def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
     path = changed_folder(folder_of("llama"), tmp_path / "model")
     file = Path(path, "model.safetensors")
