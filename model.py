@@ -1065,7 +1065,9 @@ def load_tokenizer(path: str) -> Any:
     )
     load_config(path)  # only for its UserError
     with explained(f"the tokenizer in {path} can't be read", "an intact copy of it"):
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # If the folder has tekken.json, the default is mistral_common's tokenizer (a package that comes with
+        # vLLM), which has no chat template and can't be exported.
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, mistral_format=False)
     # Without tokenizer.json, AutoTokenizer may make a tokenizer that has no words and drops all text.
     require(
         "1+1" in tokenizer.decode(tokenizer("1+1").input_ids),

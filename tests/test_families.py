@@ -9,6 +9,7 @@ from pathlib import Path
 
 import families
 import huggingface_hub
+import mistral_common
 import pytest
 import ranks
 import torch
@@ -24,6 +25,7 @@ from configs import PRESETS, UserError
 from engines import vllm_engine
 from engines.torch_engine import TorchEngine
 from guard.checks import check_vocabularies
+from guard.identity import model_facts
 from tools import plan
 
 ONE_OF_EACH = [name for name in families.MODELS if "-" not in name]  # one model of each family
@@ -196,6 +198,13 @@ def test_a_mistral_model_with_windows_in_some_layers_is_refused(folder_of, tmp_p
     path = changed_folder(folder_of("mistral"), tmp_path / "model", **families.SLIDING)
     with pytest.raises(UserError, match=r"model \(ministral\) has settings .* wrong: layer_types; needed: "):
         model.load_config(path)
+
+
+def test_a_mistral_model_with_a_tekken_file_has_the_tokenizer_of_transformers(folder_of, tmp_path):
+    path = changed_folder(folder_of("mistral"), tmp_path / "model")
+    expected = model_facts(path, model.load_tokenizer(path))
+    shutil.copy(Path(mistral_common.__file__).with_name("data") / "tekken_240718.json", f"{path}/tekken.json")
+    assert model_facts(path, model.load_tokenizer(path)) == expected
 
 
 def test_weights_that_the_model_lacks_are_refused(folder_of, tmp_path):
