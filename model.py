@@ -51,25 +51,25 @@ if torch.cuda.is_available():  # CPU builds of torch have no Triton
 
 # --- families
 
-# The supported model types -> names of the settings that must be off, because vLLM ignores them. The names
-# "untied head" and "gates" are no settings: `check_settings` computes them. docs/models.md says why other
-# model types are refused.
+# The supported model types -> names of the settings that must be off, because vLLM ignores them. In families
+# with "sliding_window", only vLLM uses that setting. The names "untied head" and "gates" are no settings:
+# `check_settings` computes them. docs/models.md says why other model types are refused.
 FAMILIES = {
     "qwen2": ["use_sliding_window"],
     "qwen3": ["use_sliding_window", "attention_bias"],
-    "llama": [],
+    "llama": ["sliding_window"],
     "mistral": [],
-    "granite": [],
-    "olmo2": [],
+    "granite": ["sliding_window"],
+    "olmo2": ["sliding_window"],
     "olmo3": [],
     "smollm3": [],
     "phi3": [],
     "gemma3_text": [],
-    "glm": [],
-    "glm4": [],
-    "cohere": ["attention_bias", "untied head"],
-    "seed_oss": [],
-    "ernie4_5": ["use_bias"],
+    "glm": ["sliding_window"],
+    "glm4": ["sliding_window"],
+    "cohere": ["attention_bias", "untied head", "sliding_window"],
+    "seed_oss": ["sliding_window"],
+    "ernie4_5": ["use_bias", "sliding_window"],
     "exaone4": [],
     "qwen3_5": ["attention_bias", "gates"],
     "qwen3_5_text": ["attention_bias", "gates"],

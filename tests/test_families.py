@@ -181,6 +181,8 @@ LONGROPE = dict(rope_type="longrope", rope_theta=1e4, factor=2.0, original_max_p
     ("olmo3", dict(layer_types=["chunked_attention", "full_attention"]), "chunked_attention"),
     ("qwen2", dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "dynamic"),
     ("phi3", dict(rope_parameters=LONGROPE), "longrope"),
+    *((name, dict(sliding_window=7), "sliding_window") for name in (
+        "llama", "granite", "olmo2", "glm", "glm4", "cohere", "seed_oss", "ernie4_5")),
     ("llama", dict(model_type="gemma2"), "has model_type 'gemma2', which"),
     ("llama", dict(model_type="qwen3_moe"), "has model_type 'qwen3_moe', which"),
     ("llama", dict(model_type=""), "has model_type '', which")])
