@@ -402,7 +402,7 @@ class Config:
         require(
             self.compares_samples or not (self.resample_rounds or self.drop_uniform),
             "--resample_rounds and --drop_uniform compare the samples of a prompt",
-            "neither of them, or --algo grpo with another --advantage than return_whiten",
+            "--resample_rounds 0 --no_drop_uniform, or --algo grpo without return_whiten",
         )
         self._check_carry()
 
@@ -993,7 +993,7 @@ NO_EFFECT = (
         "grpo",
         "--algo ppo",
     ),
-    ("advantage ratio aggregation resample_rounds drop_uniform", "algo", "ppo", "--algo grpo"),
+    ("advantage ratio aggregation", "algo", "ppo", "--algo grpo"),
     ("gamma lam", "compares_samples", True, "--algo ppo, or --advantage return_whiten"),
     ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
     ("kl_estimator", "has_ref", False, "--kl_coef above 0, or --ref_model"),

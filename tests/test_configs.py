@@ -35,6 +35,18 @@ def test_without_a_preset_torchrun_starts_orz_7b_in_the_layout_for_its_ranks(mon
         assert parse(["orz-7b"]).layout == "any" and parse(["--layout", "any"]).layout == "any"
 
 
+@pytest.mark.parametrize("name", ["dapo-7b", "scale-rl-7b"])
+@pytest.mark.parametrize("other", ["--algo ppo", "--advantage return_whiten"])
+def test_what_compares_no_samples_is_accepted_with_the_flags_that_the_refusal_names(name, other):
+    with pytest.raises(UserError, match="compare the samples") as e:
+        parse([name, *other.split()])
+    typed = re.search("needed: (.+?),", str(e.value))[1].split()
+    cfg = parse([name, *other.split(), *typed])
+    assert not cfg.compares_samples and not cfg.resample_rounds and not cfg.drop_uniform
+    with pytest.raises(UserError, match="compare the samples"):
+        parse([name, *other.split(), *typed, "--resample_rounds", "1"])
+
+
 def test_the_length_of_a_run_is_given_once():
     assert parse(["orz-7b"]).with_steps(57000).steps == -(-20 * 57000 // 128)
     assert parse(["orz-7b", "--steps", "7"]).with_steps(57000).steps == 7
