@@ -906,9 +906,9 @@ def layout_of(argv: Sequence[str], ranks: str) -> str:
     Open-Reasoner-Zero: "debug", unless it is False. Without both, `ranks` decides.
 
     ranks: the number of ranks that torchrun started, as text; "": the number does not decide"""
-    typed = re.search(r"--layout[= ](\S+)", " ".join(argv))
+    typed = re.findall(r"--layout[= ](\S+)", " ".join(argv))
     if typed:
-        return typed[1]
+        return typed[-1]  # as for all flags, the last one counts
     if os.environ.get("DEBUG_MODE", "False") != "False":
         return "debug"
     return {"8": "debug", "32": "production"}.get(ranks, "any")

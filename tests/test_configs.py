@@ -21,6 +21,10 @@ def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):
     assert parse(["orz-7b", "--layout", "debug", "--critic-updates", "3"]).critic_updates == 3
     # with --data, the preset's evaluation sets are not used
     assert parse(["tiny-ppo"]).eval_data and not parse(["tiny-ppo", "--data", "mine.jsonl"]).eval_data
+    # as for any flag that is given twice, the last value counts
+    debug, production = (f"--layout {name}".split() for name in ("debug", "production"))
+    assert parse(["orz-7b", *production, *debug]) == parse(["orz-7b", *debug])
+    assert parse(["orz-7b", *debug, *production]) == parse(["orz-7b", *production])
     monkeypatch.setenv("DEBUG_MODE", "True")
     assert parse(["orz-7b"]).ranks == 8
     monkeypatch.setenv("DEBUG_MODE", "False")
