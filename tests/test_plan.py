@@ -106,6 +106,25 @@ def test_state_and_checkpoint_are_what_tensors_and_files_take(base, tmp_path):
         plan.disk(plan.Case(cfg, 2, [shape] * 3, None))["disk, a checkpoint"], rel=0.02)
 
 
+@pytest.mark.parametrize("keep_best,eval_data,best", [
+    ("reward", (), True), ("auto", ("a.jsonl",), True), ("auto", (), False), ("", ("a.jsonl",), False)])
+def test_the_disk_has_room_for_kept_checkpoints_and_the_one_that_is_written(
+        keep_best, eval_data, best, base, tmp_path):
+    cfg = dataclasses.replace(base, keep=2, keep_best=keep_best, eval_data=eval_data)
+    evaluated = {"eval/a/avg@1": 1} if eval_data else {}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1} | evaluated))
+    for step in range(1, 6):
+        folder = ckpt.step_folder(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "COMPLETE").touch()
+    ckpt.prune(tmp_path, cfg.keep, cfg.keep_best)
+    kept = len(ckpt.complete(tmp_path))
+    assert kept == 2 + best
+    planned = plan.disk(plan.Case(cfg, 2, [plan.read_shape(base.model)] * 3, None))
+    most = planned["disk, all"] - planned["disk, exports"]
+    assert most == (kept + 1) * planned["disk, a checkpoint"]
+
+
 def test_a_models_exports_are_two_bytes_a_parameter(two_ranks, base):
     shape = plan.read_shape(base.model)
     export = two_ranks[0] / "export"

@@ -879,7 +879,8 @@ def disk(case: Case) -> dict[str, int]:
     exports = 2 * sum(case.params.values())  # bf16: 2 bytes a weight
     # Besides the --keep newest checkpoints: the one that is being written, and the best one.
     count = cfg.keep + 1
-    if cfg.keep_best and cfg.eval_data:
+    # "auto" is a mean over the evaluation sets.
+    if cfg.keep_best and (cfg.eval_data or cfg.keep_best != "auto"):
         count += 1
     return {
         "disk, a checkpoint": checkpoint,
