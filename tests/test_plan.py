@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ckpt
+import data
 import dist
 import model
 import train
@@ -170,6 +171,21 @@ def test_memory_of_a_7b_by_hand():
     for usage in use.values():
         total = usage.pop("total")
         assert max(usage.values()) <= total <= sum(usage.values())
+
+
+@pytest.mark.parametrize("flags", [
+    "orz-7b --layout debug", "orz-7b --layout debug --critic_updates 12", "rlvr-8b --prompts_per_step 9",
+    "rlvr-8b --prompts_per_step 33", "orz-7b --prompts_per_step 1 --critic_updates 64", "scale-rl-7b"])
+def test_the_largest_pack_of_the_longest_samples_is_counted(flags):
+    """A pack has whole samples, and some ranks have a sample more than others."""
+    c = case(*flags.split(), "--recompute", "layers", world=8)
+    longest, samples = c.cfg.model_len, np.arange(c.cfg.samples_per_step)
+    lengths = np.full(len(samples), longest)
+    layout = data.assign(lengths, lengths, samples // c.cfg.samples_per_prompt, c.world, c.cfg, step=0)
+    largest = max(len(pack) * longest for ranks in layout for packs in ranks for pack in packs)
+    full = dataclasses.replace(c.cfg, pack_len=largest, prompts_per_step=10**6)  # its packs have this length
+    for name, usage in memory(dataclasses.replace(c, cfg=full)).items():
+        assert memory(c)[name]["activations"] >= usage["activations"], name
 
 
 def test_a_sleeping_engine_is_counted():

@@ -684,7 +684,8 @@ def _update_instants(case, name, recompute):
     vocab = shape.vocab if name == "policy" else 0  # the critic makes no logits
     head = 0 if lora else d * max(vocab, 1)  # weights of the head that have gradients
     layer = 0 if lora else shape.layer  # weights of a layer that have gradients
-    tokens = min(case.cfg.pack_len, case.minibatch(case.cfg.model_len))  # of the largest pack
+    samples = math.ceil(case.minibatch(length=1))  # of a rank's part of a minibatch
+    tokens = min(case.cfg.pack_len, samples * case.cfg.model_len)  # of the largest pack
     kept, again = _per_token(case, shape, recompute)  # bytes a token
     activations = tokens * (kept + 2 * b * d)  # 2: tensors of size d outside the layers
     # A layer's backward pass also holds the gradients of down_proj's input and of the MLP's gate and up
