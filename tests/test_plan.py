@@ -610,6 +610,21 @@ def test_every_number_of_the_json_stands_in_its_line_of_80_columns(name, said_by
                 assert isinstance(n, str) or f" {n:,.1f}" in line or f" {n:,.0f}" in line, (section, name, n)
 
 
+def test_the_plan_is_of_the_command_that_it_prints(capsys, monkeypatch, said_by):
+    """12 ranks are 2 machines of 6, each with its own copy of the weights (--shard_ranks auto)."""
+    words = "orz-7b --gpu H200 --ranks 12"
+    said = said_by(words)
+    assert said["run"]["ranks of a shard group"] == 6
+    monkeypatch.setattr(sys, "argv", ["tools.plan", *words.split()])
+    plan.main()
+    local = int(re.search(r"--nproc-per-node (\d+) ", capsys.readouterr().out)[1])
+    cfg, shapes = parse("orz-7b --ranks 12".split()), [plan.KNOWN["7b"]] * 3
+    started = plan.Case(cfg, 12, shapes, plan.GPUS["H200"], local)
+    for phase, usage in memory(started).items():
+        total = said["memory of a rank, GiB"]["total"][phase]
+        assert total * GIB == pytest.approx(usage["total"])
+
+
 def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, said_by):
     folder = make_model(tmp_path / "m")
     (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 40)

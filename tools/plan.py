@@ -1380,14 +1380,19 @@ class PlanConfig(Config):
     json: bool = False  # print JSON: the plan, whether it fits, and all flags
 
 
+def ranks_of_machine(world: int) -> int:
+    """Returns the number of ranks on one machine, at most NODE. torchrun starts equally many ranks on each
+    machine. world: number of all ranks"""
+    return max(n for n in range(1, NODE + 1) if world % n == 0)
+
+
 def command(case: Case, words: Sequence[str]) -> str:
     """Returns the command that starts the planned run. words: those of this program's command line"""
     # All words except --gpu and --json, which train.py does not have
     flags = re.sub(r" --(gpu[= ]\S+|(no[-_])?json)\b", "", f" {shlex.join(words)}")
     if case.world <= NODE:
         return f"python train.py{flags}"
-    # torchrun starts equally many ranks on each machine.
-    local = max(n for n in range(1, NODE + 1) if case.world % n == 0)
+    local = ranks_of_machine(case.world)
     ranks = f"--nnodes {case.world // local} --nproc-per-node {local}"
     place = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun {ranks} {place} train.py{flags}"
@@ -1405,8 +1410,7 @@ def main() -> None:
     shapes = [read_shape(path or cfg.model) for path in paths]
     gpu = None if cfg.device == "cpu" else GPUS[cfg.gpu]
     host = 0.0 if gpu else host_memory()  # GPUs are of another machine, whose memory is unknown (0)
-    local = min(world, NODE)
-    case = Case(cfg, world, shapes, gpu, local, host, prompts)
+    case = Case(cfg, world, shapes, gpu, ranks_of_machine(world), host, prompts)
     plan = plan_of(case)
     said = {"verdict": verdict(case), "engine": engine_choice(case)}
     if cfg.json:
