@@ -627,10 +627,12 @@ def test_the_plan_is_of_the_command_that_it_prints(capsys, monkeypatch, said_by)
 
 def test_the_command_reads_a_models_own_config_and_counts_the_data(tmp_path, said_by):
     folder = make_model(tmp_path / "m")
-    (tmp_path / "d.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 40)
+    rows = [f'{{"prompt": "{i}", "answer": "1"}}\n' for i in range(40)]
+    (tmp_path / "d.jsonl").write_text("".join(rows * 3))  # training drops repeated rows
     said = said_by(f"tiny-ppo --model {folder} --data {tmp_path}/d.jsonl --epochs 4 --device cpu")
     real = sum(p.numel() for p in model.load_policy(folder).parameters())
-    assert said["models"]["parameters"]["policy"] == real and said["run"]["steps"] == 5
+    assert said["models"]["parameters"]["policy"] == real
+    assert said["run"]["prompts"] == 40 and said["run"]["steps"] == 5
     assert "estimated seconds" not in said and said["engine"] == ""
     assert said_by("orz-7b --engine torch")["engine"].startswith("engine: torch; a ")
     for words, message in {"--model /no/such": "no /no/such/config.json; needed: --model",

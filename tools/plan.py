@@ -40,7 +40,7 @@ from configs import (
     read_json,
     require,
 )
-from grading.rows import read_rows
+from grading.rows import problem_of, read_rows
 
 MOMENTS = 2  # numbers that AdamW keeps for each trained weight
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
@@ -1404,7 +1404,8 @@ def main() -> None:
     world = cfg.ranks or 1
     prompts = 0
     with suppress(UserError):  # without the data, `prompts` is 0
-        prompts = sum(1 for _ in chain(*map(read_rows, cfg.data)))
+        # A set, because repeated rows are dropped. "": no error of a row is printed.
+        prompts = len({problem_of(row, "") for _, row in chain(*map(read_rows, cfg.data))})
     check_ranks(cfg, world)
     paths = (cfg.model, cfg.critic_model, cfg.ref_model)
     shapes = [read_shape(path or cfg.model) for path in paths]
