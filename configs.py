@@ -415,6 +415,12 @@ class Config:
                 # 16 rounds: a sixteenth of the maximum, rounded up
                 f"--round_len {-(-self.max_response_len // 16)}, or another number of tokens",
             )
+            # A step trains on no more than prompts_per_step of the prompts that are due.
+            require(
+                self.carry <= self.max_staleness,
+                f"{carry} with --max_staleness {self.max_staleness}: responses get older than that",
+                f"--max_staleness {math.ceil(self.carry)}, or a smaller --carry",
+            )
             require(
                 not self.resample_rounds,
                 f"{carry} and --resample_rounds {self.resample_rounds} can't be used together",

@@ -69,6 +69,7 @@ AT_ONCE = {
     "samples for other files": ("orz-7b --eval_data a.jsonl --eval_samples 1 2", "2 values for 1 files; ne"),
     "carry without rounds": ("tiny-grpo --carry 0.25", "--carry 0.25 with --round_len 0: no round"),
     "carry without correction": ("tiny-grpo --round_len 4 --carry 0.25 --mismatch none", "--mismatch tok"),
+    "carry more than staleness": ("tiny-grpo --round_len 4 --carry 2.5", "needed: --max_staleness 3, or"),
     "carry and resampling": ("tiny-grpo --round_len 4 --carry 0.25 --resample_rounds 1",
                              "--resample_rounds 1 can't be used together"),
     "a seed that torch can't take": ("tiny-ppo --seed 18446744073709551617", "--seed"),

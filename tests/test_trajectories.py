@@ -103,6 +103,13 @@ def test_each_step_has_its_prompts_and_none_is_lost_or_drawn_twice(six_steps):
     assert len(set(seen)) == 24
 
 
+@pytest.mark.parametrize(("carry", "most"), [(1.0, 1), (2.0, 2)])
+def test_no_token_is_older_than_the_maximum(tiny, carry, most):
+    (steps, _), = run_ranks(1, sampled, [tiny] * 5, dict(carry=carry, max_staleness=most))
+    ages = [step - s.token_versions.min() for step, (_, samples) in enumerate(steps) for s in samples]
+    assert max(ages) == most
+
+
 def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     """GRPO needs all samples of a prompt. PPO does not, so a step takes the oldest finished samples."""
     settings = dict(algo="ppo", max_staleness=1)
