@@ -463,9 +463,10 @@ def choose(
     step = trajectories.sampling.version
     if any(step - step_of(i, cfg) >= cfg.max_staleness for i in unfinished):
         return None
-    # If the samples of a prompt are compared, none of them is ready before all are complete.
-    # A key k is (prompt_id, sample_id).
-    ready = [k for k in finished if not (cfg.compares_samples and k[0] in unfinished)]
+    # If the samples of a prompt are compared, or share an update (--aggregation prompt), none of them is
+    # ready before all are complete. A key k is (prompt_id, sample_id).
+    whole = cfg.compares_samples or cfg.whole_prompts
+    ready = [k for k in finished if not (whole and k[0] in unfinished)]
     if len(ready) < cfg.samples_per_step:
         return None
     # The oldest prompts come first: `finished` is sorted, and a later prompt has a larger prompt_id.

@@ -131,6 +131,13 @@ def test_where_samples_are_not_compared_they_come_one_by_one(folders):
     assert 0 < min(counts) < 3 == max(counts)
 
 
+def test_a_mean_over_prompts_gets_whole_prompts(tiny):
+    settings = dict(advantage="return_whiten", aggregation="prompt", max_staleness=1)
+    (steps, _), = run_ranks(1, sampled, [tiny] * 4, settings)
+    for _, samples in steps:
+        assert [*Counter(s.prompt_id for s in samples).values()] == [3] * 4
+
+
 def drawn(folder: str, round_len: int) -> list[list[tuple[int, int]]]:
     """Does one rollout. Returns the keys (prompt_id, sample_id) that this rank requests in each call of
     `generate`."""
