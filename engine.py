@@ -345,10 +345,15 @@ def first_stop(
     # These tokens may begin in the middle of a character, and then their text begins with wrong characters.
     # The 8 extra tokens keep wrong characters out of the stop string.
     window = 8 + max(len(s.encode()) for s in stop)
-    ids = np.asarray(before[-window:], int).tolist()
+    ids = np.asarray(before[-window - 3 :], int).tolist()
     for count, token in enumerate(after[:window], 1):
         ids.append(int(token))
-        text = tokenizer.decode(ids)
+        # If tokens that are single bytes (in Llama 2 also a line break) begin in the middle of a character,
+        # all of them become wrong. A character has at most 4 bytes, so one of four texts begins well.
+        for start in range(4 if len(before) > window + 3 else 1):
+            text = tokenizer.decode(ids[start:])
+            if not text.startswith("\N{REPLACEMENT CHARACTER}"):
+                break
         if any(s in text for s in stop):
             return count
     return 0

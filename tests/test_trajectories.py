@@ -291,6 +291,20 @@ def test_a_token_after_which_a_response_stops_may_stop_it(stop):
         assert bool(found) == bool(stop) and not table[len(tokenizer):].any()
 
 
+@pytest.mark.parametrize("before", ["😀" * 4, "你😀" * 4, "😀 r " * 3])
+@pytest.mark.parametrize("stop", ["\n", "\ner:"])
+def test_a_stop_string_is_found_after_characters_of_several_tokens(before, stop):
+    level, meta = small_tokenizers()
+    # `meta` has bytes as tokens, also the line break, and decodes them only if all are valid.
+    of_meta = [*(before + "\n").encode(), *meta.convert_tokens_to_ids(["er:"][:len(stop) - 1])]
+    for tokenizer, ids in ((level, level(before + stop).input_ids), (meta, of_meta)):
+        assert tokenizer.decode(ids) == before + stop
+        ends = [first_stop(ids[:t], ids[t:t + 1], (stop,), tokenizer) for t in range(len(ids))]
+        assert ends == [0] * (len(ids) - 1) + [1]
+    wrong = meta.decode(0x9F)
+    assert first_stop([], [0x9F], (wrong,), meta) == 1  # the whole response may begin with a wrong character
+
+
 def test_turns_and_rounds_go_together(tiny, tmp_path):
     """The environment answers at the end of a turn, not of a round."""
     (tmp_path / "env.py").write_text(ANSWER)
