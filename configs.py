@@ -141,8 +141,8 @@ class Range(NamedTuple):
 # Types of Config's fields. Config raises UserError for a value outside its field's Range.
 Count = Annotated[int, Range(1)]
 Amount = Annotated[int, Range(0)]
-Positive = Annotated[float, Range(0, above=True)]
-NotNegative = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(1e-30, 1e30)]  # fp32 has numbers from 1e-38 to 3e38
+NotNegative = Annotated[float, Range(0, 1e30)]
 Share = Annotated[float, Range(0, 1)]
 Part = Annotated[float, Range(0, 1, above=True)]  # as Share, but not 0
 Beta = Annotated[float, Range(0, 0.999999)]  # AdamW refuses 1

@@ -140,7 +140,7 @@ def test_a_number_out_of_its_range_is_one_line():
     for name, only in allowed.items():
         default = getattr(PRESETS["tiny-ppo"], name)
         outside = [only.low - 1, math.nan, math.inf, -math.inf, *[only.low] * only.above,
-                   *[only.high + 1] * (only.high < math.inf)]
+                   *[2 * only.high] * (only.high < math.inf)]
         for x in outside:
             with pytest.raises(UserError, match=f"^--{name} is .*; needed: --{name} "):
                 dataclasses.replace(PRESETS["tiny-ppo"], **{name: (x,) if isinstance(default, tuple) else x})
@@ -148,7 +148,8 @@ def test_a_number_out_of_its_range_is_one_line():
 
 @pytest.mark.parametrize("words", [
     "--betas 1 0.9", "--betas 0.9 1", "--stall_limit 1e10", "--grace 1e10", "--grade_deadline 1e300",
-    "--temperature 1e-300", "--eval_temperature 1 1e-300"])
+    "--temperature 1e-300", "--eval_temperature 1 1e-300", "--mismatch_bounds 0 1e99", "--value_clip 1e99",
+    "--clip_high 1e99 --policy_updates 2", "--lora_alpha 1e99 --lora 4", "--adam_eps 1e-50"])
 def test_a_number_that_torch_or_the_system_can_t_use_is_one_line(words):
     flag = words.partition(" ")[0]
     with pytest.raises(UserError, match=f"^{flag} .*; needed: "):
