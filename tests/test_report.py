@@ -127,7 +127,9 @@ def test_the_story_has_accuracy_alarms_and_texts_on_one_line_each(folder, tmp_pa
     assert "!! step 12: the <b>disk</b> is full\n" in text
     assert "  step_000000 ✗ eval 0.2 </pre>" in text and "  step_000012 ✓ eval 12.2 </pre>" in text
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/e/avg@1": 0.5}\n')  # the run has only begun
-    assert "0.500" in story(tmp_path)
+    assert "0.500" in story(tmp_path) and "export/policy" not in story(tmp_path)  # the model comes at the end
+    (tmp_path / "export/policy").mkdir(parents=True)
+    assert story(tmp_path).endswith(f"\nmodel    {tmp_path}/export/policy")
 
 
 def test_the_story_shows_three_problems_of_which_each_has_many_responses(tmp_path):

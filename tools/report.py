@@ -352,8 +352,9 @@ def story(run: Path) -> str:
         f"report   {run}/report.html",
         f"plot     {run}/plot.png",
         f"metrics  {run}/metrics.jsonl  (tensorboard --logdir {run}/tb)",
-        f"model    {run}/export/policy",
     ]
+    if (run / "export/policy").exists():  # only after the run's last step
+        lines.append(f"model    {run}/export/policy")
     return "\n".join(lines)
 
 
