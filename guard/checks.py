@@ -156,8 +156,10 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
 
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
-    used = sum(f.stat().st_size for f in folder.glob("ckpt/*step_*/*") if f.is_file())
-    # `used` counts as free, because the run will delete its old checkpoints.
+    # Folders that the run will delete count as free: its old checkpoints, and parts that a killed run left
+    ours = re.compile(rf"\.?{ckpt.STEP.pattern}(\..*\.part)?")
+    files = [f for f in folder.glob("ckpt/*/*") if ours.fullmatch(f.parent.name) and f.is_file()]
+    used = sum(f.stat().st_size for f in files)
     free = shutil.disk_usage(folder).free + used
     require(
         free >= needed,

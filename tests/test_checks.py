@@ -19,6 +19,7 @@ from conftest import ROOT, maths, run_ranks, start_ranks, wait_until
 import ckpt
 import dist
 from configs import UserError
+from guard.checks import check_space
 from guard.lock import FolderLock
 from guard.watch import handle_signals, watch
 from log import read_metrics
@@ -204,6 +205,16 @@ def test_a_run_that_goes_on_after_the_grace_period_is_ended():
     process.start()
     process.join()
     assert process.exitcode == 1
+
+
+@pytest.mark.parametrize("name,free", [("step_000004", True), (".step_000004.0123456789abcdef.part", True),
+                                       ("step_000004-copy", False), ("my_step_000004", False)])
+def test_the_space_of_old_checkpoints_is_free_and_that_of_a_users_copies_is_not(tmp_path, name, free):
+    (tmp_path / "ckpt" / name).mkdir(parents=True)
+    with (tmp_path / "ckpt" / name / "shard-00000.safetensors").open("w") as file:
+        file.truncate(2**40)  # takes no space
+    said = ranks.message_of(check_space, tmp_path, shutil.disk_usage(tmp_path).free + 2**39)
+    assert said == "" if free else "free in" in said
 
 
 @pytest.mark.parametrize("limit", [1000.0, 2.0])
