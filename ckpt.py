@@ -380,7 +380,8 @@ def unfinished(final: Path, token: str) -> Path:
 
 
 def remove_unfinished(folder: Path, name: str) -> None:
-    """Deletes the hidden folders in `folder` (see `unfinished`) that killed processes left.
+    """Deletes the hidden folders in `folder` (see `unfinished`) that killed processes left half-written, or
+    half-deleted.
 
     name: a regular expression for the names of the finished folders"""
     pattern = rf"\.{name}\.[0-9a-f]{{16}}\.part"
@@ -440,7 +441,11 @@ def _remove(folder):
             if not lock_file(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return
             os.unlink(mark.name)
-    for name in filter(FILES.fullmatch, names_in(folder)):
+    names = names_in(folder)
+    if all(map(FILES.fullmatch, names)):
+        # If this process is killed from here on, the next start deletes the rest (see remove_unfinished).
+        folder = folder.rename(unfinished(folder, secrets.token_hex(8)))
+    for name in filter(FILES.fullmatch, names):
         (folder / name).unlink()
     folder.rmdir()
 

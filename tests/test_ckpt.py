@@ -11,8 +11,10 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -786,6 +788,38 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
     assert {k: v for k, v in after.items() if "step_000003/" not in k} == before
     assert [p.name for p in ckpt.complete(out)] == ["step_000000", "step_000003"]
     assert ckpt.find(out, "auto").name == "step_000003"
+
+
+def killed_while_it_prunes(out):
+    """The process ends when it deletes the second file of an old checkpoint."""
+    deleted = []
+
+    def hook(event, args):
+        if event == "os.remove":
+            deleted.append(args)
+            if len(deleted) == 2:
+                os._exit(0)
+
+    sys.addaudithook(hook)
+    ckpt.prune(out, 1, "")
+
+
+def begun(out):
+    small(out)
+
+
+def test_what_a_kill_leaves_of_an_old_checkpoint_is_deleted_at_the_next_start(tmp_path):
+    """Otherwise each such kill would fill the disk with the size of a checkpoint."""
+    old, _ = marked(tmp_path, [2, 4])
+    for name in ("shard-00000.safetensors", "shard-00001.safetensors", "state.json"):
+        (old / name).touch()
+    process = get_context("fork").Process(target=killed_while_it_prunes, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000004"]
+    assert len(os.listdir(tmp_path / "ckpt")) == 2
+    run_ranks(1, begun, tmp_path)
+    assert os.listdir(tmp_path / "ckpt") == ["step_000004"]
 
 
 def test_notes_in_an_old_checkpoint_stay(tmp_path):
