@@ -228,7 +228,7 @@ def refresh_ref(run: Run, step: int) -> None:
 @dist.phase("eval")
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """Evaluate the policy on all evaluation sets, and write its responses to eval/. Returns a dict:
-    metric -> value. The dict is empty if no evaluation is due."""
+    metric -> value. The dict is empty if no evaluation is due, or if a signal came."""
     cfg = run.cfg
     # A shorter run ended before this step. Its last row has only the evaluation of this step. A new row
     # replaces it, so evaluate again.
@@ -237,6 +237,8 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
         return {}
     with run.log.bar("Eval", total=0) as bar:  # 0: a counter without a total
         scores, rows = score_sets(run.engine, run.grader, run.held_out, cfg, step, bar.update)
+    if dist.stop_requested():  # not all sets are complete; `train` will stop
+        return {}
     run.log.save_samples("eval", step, rows)
     metrics = {}
     for name, of_set in scores.items():  # of_set: metric -> value of each problem

@@ -205,6 +205,18 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(base, two_ranks, tm
     assert same(run(dataclasses.replace(base, save_every=0), out, ranks=2), two_ranks)
 
 
+def trains():
+    return "start" not in dist.CURRENT.name
+
+
+def test_a_stop_in_an_evaluation_leaves_the_responses_of_the_one_before(base, two_ranks, tmp_path):
+    """A finished run that is started again evaluates its last step again."""
+    out = shutil.copytree(two_ranks[0], tmp_path / "run", symlinks=True)
+    before = (out / "eval/step_000004.jsonl").read_bytes()
+    assert run_ranks(2, ranks.stopped, dataclasses.replace(base, out=str(out)), trains) == ["", ""]
+    assert (out / "eval/step_000004.jsonl").read_bytes() == before != b""
+
+
 @pytest.fixture
 def disk(request, tmp_path):
     folder = tmp_path / "disk"
