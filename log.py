@@ -186,6 +186,13 @@ STEP_LINE = {  # metric -> its format in a step's printed line
 }
 
 
+def tell(text: str) -> None:
+    """Print `text` above the progress bars."""
+    # OSError: the terminal was closed, or the disk of a log file is full.
+    with contextlib.suppress(OSError):
+        tqdm.write(printable(text))
+
+
 class Logger(contextlib.AbstractContextManager):
     """Writes metrics, samples, alarms and config into the run's folder `out`. Only rank 0 (`main`) writes.
 
@@ -236,9 +243,7 @@ class Logger(contextlib.AbstractContextManager):
     def say(self, text: str) -> None:
         """Print `text` on rank 0, above the progress bars."""
         if self.main:
-            # OSError: the terminal was closed, or the disk of a log file is full.
-            with contextlib.suppress(OSError):
-                tqdm.write(printable(text))
+            tell(text)
 
     def alarm(self, text: str, step: int | None = None) -> None:
         """Print `!! step N: {text}` and append it to alarms.jsonl. If `step` is None, N is the next step."""

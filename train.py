@@ -11,6 +11,7 @@ The function `train` is the algorithm. Three differences from Open-Reasoner-Zero
 3. With one policy update per step, no extra forward pass computes old log-probs, unless the reward has a KL
    term."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -29,7 +30,6 @@ from configs import (
     parse,
     require,
     set_allocator,
-    show,
     user_errors,
 )
 from guard.lock import FolderLock
@@ -59,7 +59,8 @@ if __name__ == "__main__":
 
         sys.exit(dist.launch(starts, CONFIG.grace))  # exit status, or an error message
     if main_rank:
-        print("loading torch and transformers …", flush=True)
+        with contextlib.suppress(OSError):  # the disk of a log file is full
+            print("loading torch and transformers …", flush=True)
 
 BEGIN = time.perf_counter()  # seconds
 import numpy as np
@@ -85,7 +86,7 @@ from guard.alarms import new_alarms
 from guard.checks import first_look
 from guard.start import Role, Run, finish, prepare, stop
 from guard.watch import handle_signals, report_crash
-from log import Logger, Meter, measure_samples
+from log import Logger, Meter, measure_samples, tell
 from rollout import (
     TRAIN,
     Sampling,
@@ -129,9 +130,9 @@ def write_report(folder: Path, done: bool) -> None:
     try:
         report.write_report(folder)
         if done:
-            show(report.story(folder))
+            tell(report.story(folder))
     except Exception as e:  # also matplotlib's: the run itself is complete
-        show(f"!! can't write the report to {folder} ({e})")
+        tell(f"!! can't write the report to {folder} ({e})")
 
 
 def train(run: Run) -> bool:

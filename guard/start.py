@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, read_json, require, show
+from configs import Config, Say, UserError, read_json, require
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -41,7 +41,7 @@ from guard.identity import (
 from guard.lock import FolderLock
 from guard.selfcheck import check_engine
 from guard.watch import watch
-from log import Logger
+from log import Logger, tell
 from model import (
     Adapted,
     freeze,
@@ -146,7 +146,7 @@ def load(
     path, resumes: the results of `checkpoint_of`
     on_error: gets the grader, to close it if the start fails"""
     out = cfg.folder
-    say = show if world.main else lambda text: None
+    say = tell if world.main else lambda text: None
     own = not resumes or path.parent.parent == out  # False: --resume names another run's checkpoint
     cfg, saved = dist.together(with_checkpoint, cfg, world, path, resumes)
     cfg, inputs = read_inputs(cfg, say, on_error)

@@ -436,6 +436,17 @@ def test_a_line_for_a_closed_terminal_or_a_full_disk_ends_no_run(base, tmp_path,
     assert len(read_metrics(tmp_path)) == 1
 
 
+def test_a_log_on_a_full_disk_changes_no_run(base, tiny, tmp_path):
+    """Each line is lost, from the first one to the summary. -u: as torchrun starts a rank"""
+    command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
+               "--reward", *base.reward, "--device", "cpu", "--go", "--steps", "1", "--prompts_per_step", "2",
+               "--samples_per_prompt", "2", "--out", f"{tmp_path}/run"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/export/policy").is_dir() and (tmp_path / "run/report.html").exists()
+
+
 def stopped_twice(base, out):
     run_ = train.prepare(dataclasses.replace(base, out=str(out)))
     write, calls = run_.saver._write, []
