@@ -307,7 +307,7 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     # A row of a run's samples/ has a field "gold". It also has a field "row", the row of the data file, if a
     # reward function of that run reads it.
     needed = '{"response": "text", "answer": "text"}'
-    checked(row, {"response": str}, where)
+    checked(row, {"response": str, "gold": str | None, "problem": str | None}, where)
     text = row["response"]
     if "segments" in row:  # with --env, every second text is the environment's
         text = "\n".join(row["segments"][::2])

@@ -754,6 +754,8 @@ def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
     ("[1]", "row 2: [1]; needed: dict"), ("{", "row 2 can't be read"),
     ('{"response": "x"}', "row 2 has no answer as text; needed: {\"response"),
     ('{"response": 1, "answer": "x"}', "row 2: response is 1; needed: str"),
+    ('{"response": "x", "gold": 5}', "row 2: gold is 5; needed: str | None"),
+    ('{"response": "x", "answer": "1", "problem": ["1+1="]}', "row 2: problem is ['1+1=']; needed: str | N"),
     ('{"response": "x", "answer": "1", "dataset": ["a", "b"]}', "row 2 has the data set ['a', 'b']")])
 def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
     (tmp_path / "r.jsonl").write_text('{"response": "x", "answer": "x"}\n' + line)
