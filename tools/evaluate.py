@@ -506,7 +506,7 @@ def evaluate_all(
                 lines.append(write_rows(c, scores))
         say("\n".join(lines))
         require(
-            not errors or not c.cfg.write_rows,
+            not errors or not c.cfg.write_rows or c is not first,
             "--write_rows has written nothing, because grading failed",
             "functions of --reward and --env that raise no error",
         )
