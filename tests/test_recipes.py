@@ -6,6 +6,7 @@ import json
 import platform
 import random
 import re
+import resource
 import shutil
 from collections import Counter
 from contextlib import nullcontext
@@ -717,6 +718,19 @@ def test_the_rows_of_hard_problems_are_written_as_they_are(base, tiny, tmp_path,
     message, = run_ranks(1, outcome, [*argv, "--out", "e"])
     assert message.startswith("--write_rows has written nothing, because") and not Path("no.jsonl").exists()
     assert "!! grading failed, and the reward is 0: 'ZeroDivisionError" in capfd.readouterr().out
+
+
+def outcome_on_a_full_disk(argv) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))  # bytes of a file; samples.jsonl has more
+    return outcome(argv)
+
+
+def test_a_full_disk_does_not_cost_the_scores(base, tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    argv = [tiny, base.data[0], *EVAL, "--reward", *base.reward, "--out", "out"]
+    message, = run_ranks(1, outcome_on_a_full_disk, argv)
+    assert message.startswith("can't write to out (OSError: ") and "; needed: space there" in message
+    assert re.search(r" avg@4 +\d\.\d{4} ", capfd.readouterr().out)
 
 
 def test_rows_are_written_by_the_first_model_also_if_grading_of_the_second_fails(tiny, tmp_path, monkeypatch):

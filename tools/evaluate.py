@@ -499,12 +499,13 @@ def evaluate_all(
         errors = sorted(set(dist.gather_all(grader.new_errors())))
         lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
         lines += [f"!! grading failed, and the reward is 0: {error!a}" for error in errors]
+        say("\n".join(lines))  # first, because a full disk must not cost the scores
         if world.main:
-            (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
-            write_jsonl(folder / "samples.jsonl", rows)
-            if c is first and c.cfg.write_rows and not errors:
-                lines.append(write_rows(c, scores))
-        say("\n".join(lines))
+            with explained(f"can't write to {folder}", "space there or another --out", OSError):
+                (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
+                write_jsonl(folder / "samples.jsonl", rows)
+                if c is first and c.cfg.write_rows and not errors:
+                    say(write_rows(c, scores))
         require(
             not errors or not c.cfg.write_rows or c is not first,
             "--write_rows has written nothing, because grading failed",
