@@ -812,7 +812,7 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
     """Returns the content of an export's file torz.json (MARKER). run, step: of the checkpoint. who: policy,
     critic or ref. facts: content of the checkpoint's state.json"""
     names = (
-        "template system_prompt date stop extractor temperature "
+        "template system_prompt template_args date stop extractor temperature "
         "max_prompt_len max_response_len max_model_len env max_turns"
     ).split()
     return {
@@ -820,7 +820,8 @@ def marker(run: Path, step: int, who: str, facts: Facts) -> Facts:
         "step": step,
         "who": who,
         "prompt": facts["prompt"],
-        **{name: facts["config"][name] for name in names},
+        # A checkpoint of an earlier version may lack a setting.
+        **{name: facts["config"][name] for name in names if name in facts["config"]},
     }
 
 

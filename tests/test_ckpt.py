@@ -929,7 +929,7 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
                 served.apply_chat_template(conversation)
     marker = json.loads((tmp_path / "hf" / "torz.json").read_text())
     assert marker["template"] == config["template"] and marker["stop"] == list(base.stop)
-    assert marker["temperature"] == base.temperature
+    assert marker["temperature"] == base.temperature and marker["template_args"] == []
 
 
 def test_an_export_has_no_defaults_of_sampling(base, tmp_path):

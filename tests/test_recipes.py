@@ -597,7 +597,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
                  extractor=["boxed"], temperature=0.6, max_response_len=64, max_model_len=70, max_turns=3,
                  env="e.py:f")
     kinds = {"a": {}, "b": {"stop": ["</b>"]}, "c": {}, "run/ckpt": {},
-             "chat": {"template": "chat", "prompt": ""},
+             "chat": {"template": "chat", "prompt": "", "template_args": ["enable_thinking=false"]},
              "d": {"max_response_len": 20000}, "old": {"prompt": "", "date": "1"}}
     for name, changes in kinds.items():
         (tmp_path / name).mkdir(parents=True)
@@ -613,6 +613,9 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
     chat, _ = eval_configs([f"{tmp_path}/chat", "base", "a.json", "--template_args", "enable_thinking=true"])
     assert chat.template_args == ("enable_thinking=true",) and chat.stop == ("</a>",)
+    for model in eval_configs(["base", f"{tmp_path}/chat", "a.json"]):
+        assert model.template_args == ("enable_thinking=false",)
+    assert eval_configs([f"{tmp_path}/chat", "a.json", "--template", "plain"])[0].template_args == ()
     assert eval_configs([a, "a.json", "--template", "plain"])[0].stop == ("</a>",)
     hub = tmp_path / "models--me--mine"  # the Hub's cache
     shutil.copytree(a, hub / "snapshots/0")

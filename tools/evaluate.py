@@ -195,8 +195,8 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
                 "that text, or another --template",
             )
         elif form != facts["prompt"]:
-            # The training's system prompt and stop strings do not fit.
-            unused |= {"system_prompt", "stop"}
+            # The training's system prompt, arguments and stop strings do not fit.
+            unused |= {"system_prompt", "template_args", "stop"}
         # Evaluate at the temperature at which the training sampled.
         facts["eval_temperature"] = [facts["temperature"]]
         ours = {}  # this model's part of `found`
