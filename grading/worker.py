@@ -819,7 +819,8 @@ class Grader(AbstractContextManager):
             return
         # The run ends if a user's function is late too often.
         late = reason == "timeout" or "WorkerDied" in (error or "")
-        server.late = server.late + 1 if late else 0
+        if late or key is not None:  # None: a call of `release`, which seldom calls the user's code
+            server.late = server.late + 1 if late else 0
         # Parallel calls may fail together, so `parallel` raises the limit.
         if server.late >= max(LATE, 2 * server.facts["parallel"]):
             self.failure = (

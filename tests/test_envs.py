@@ -153,6 +153,20 @@ def test_every_environment_is_closed_once(tiny, tmp_path):
     assert found["open"] == found["close"] > len(with_env)
 
 
+def test_an_environment_that_always_hangs_ends_the_run_after_eight_calls(tmp_path):
+    """Also if its responses end one by one. Releasing a response is no call."""
+    (tmp_path / "e.py").write_text("import time\nclass E:\n    def step(self, text): time.sleep(60)\n"
+                                   "    def close(self): pass\n")
+    with Grader(deadline=0.05, env=f"{tmp_path}/e.py:E") as grader:
+        for seed in range(8):
+            assert not grader.failure
+            grader.ask(0, ["x"], problem="", row=None, seed=seed)
+            assert grader.results()[0].reason == "timeout"
+            grader.release(seed)
+        with pytest.raises(UserError, match="timed out or ended its process 8 times in a row"):
+            grader.check()
+
+
 @pytest.mark.parametrize("server", [False, True])
 def test_a_killed_process_loses_no_state(tiny, tmp_path, server):
     """The server's end changes nothing. The end of a worker ends the response whose turn it worked on."""
