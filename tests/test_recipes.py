@@ -623,6 +623,9 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     (hub / "refs/main").write_text("0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert eval_configs(["me/mine", "a.json"])[0].template == "plain"
+    (hub / "snapshots/0/torz.json").write_text('{"template": "pla')
+    with pytest.raises(UserError, match="torz.json is damaged "):
+        eval_configs(["me/mine", "a.json"])
     for argv, words in (([a, b, "a.json"], "different settings (stop: "),
                         ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
                         ([f"{tmp_path}/old", "a.json", "--date", "2"], "export has --system_prompt and --d"),

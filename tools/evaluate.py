@@ -216,13 +216,14 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
 
 
 def _trained(model):
-    """Returns the content of the model's torz.json; {} or None if the model is no export of torz."""
-    if not from_hub(model):
-        return read_json(Path(model, MARKER))  # MARKER: torz.json
-    from huggingface_hub import hf_hub_download
+    """Returns the content of the model's torz.json; {} if the model is no export of torz."""
+    file = Path(model, MARKER)  # MARKER: torz.json
+    if from_hub(model):
+        from huggingface_hub import hf_hub_download
 
-    with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
-        return read_json(Path(hf_hub_download(model, MARKER)))
+        with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
+            file = Path(hf_hub_download(model, MARKER))
+    return read_json(file)
 
 
 def model_name(path: str) -> str:
@@ -400,7 +401,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     on_meta(Policy, path)  # checks config.json and the weights' names and shapes (UserError)
     tokenizer = load_tokenizer(path)
     cfg = set_template(tokenizer, cfg)
-    env = (_trained(cfg.model) or {}).get("env")
+    env = _trained(cfg.model).get("env")
     if env and not cfg.env:
         say(f"{cfg.model} was trained with --env {env}, and is evaluated without --env")
     sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
