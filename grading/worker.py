@@ -285,6 +285,8 @@ def _import_function(spec, known):
         names = known  # no parameter has an allowed name, so `bind` refuses the function
     signature.bind(**dict.fromkeys(names))  # raises TypeError if another parameter has no default
     seconds = float(module.get("seconds", 0))
+    if not 0 <= seconds <= 1e7:  # the timers of the system have limits
+        raise ValueError(f"seconds = {seconds}, not a number from 0 to 1e7")
     parallel = int(module.get("parallel", 16)) if seconds else 0
     files = user_files(path, sys.modules.keys() - before)
     if is_class:

@@ -245,13 +245,15 @@ def test_hostile_answers_end_within_the_deadline():
     ("{dir}/leaves.py:score", r"can't use /.*SystemExit: 0 \(.*/leaves.py, line 1\)"),
     ("{dir}/dies.py:score", "can't use .*its import ended"),
     ("{dir}/kind.py:score", "score is a class; only --env may be one"),
-    ("{dir}/names.py:score", "can't use .*missing a required argument")])
+    ("{dir}/names.py:score", "can't use .*missing a required argument"),
+    ("{dir}/endless.py:score", "can't use .*seconds = inf, not a number from 0 to 1e7")])
 def test_a_wrong_spec_is_a_user_error_of_one_line(custom, tmp_path, spec, message):
     """If the parameters are wrong, also as an environment, which may have others."""
     custom("def score(response, answer, kind): return 1")
     files = {"bad": "def score(", "any": "def score(*args): return 1", "leaves": "raise SystemExit(0)",
              "verl": "def score(data_source, solution_str, ground_truth): return 1",
              "raises": "\nraise RuntimeError('at import')", "dies": "import os\nos._exit(7)",
+             "endless": "seconds = float('inf')\ndef score(response): return 1",
              "names": "def score(response, row, other, one): return 1", "kind": "class score: pass"}
     for name, text in files.items():
         (tmp_path / f"{name}.py").write_text(text)
