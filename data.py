@@ -372,7 +372,8 @@ def fix_date(tokenizer: Any, day: str) -> str:
     is no date."""
     if not day or not tokenizer.chat_template:
         return ""
-    template = tokenizer.get_chat_template()
+    with explained("the chat template can't be read", "--template orz or plain"):
+        template = tokenizer.get_chat_template()
     call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # group 2: a format such as %d %b %Y
     if not call.search(template):
         return ""

@@ -340,6 +340,13 @@ def test_a_chat_template_that_fails_is_one_line_with_file_and_row(template, tiny
     assert tokenizer.decode(load(path, tokenizer, cfg)[0].ids) == "[system]Answer \n in French.[user]1+1="
 
 
+def test_chat_templates_without_a_default_are_one_line(tiny):
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = {"tool_use": TURNS, "rag": TURNS}
+    with pytest.raises(UserError, match="^the chat template can't be read .* no default.*; needed: --templ"):
+        data.set_template(tokenizer, replace(CFG, template="chat"))
+
+
 def test_a_long_prompt_is_dropped_before_it_is_tokenized(tokenizer, tmp_path, monkeypatch):
     """With 50 MB instead of this 1 MB, tokenizing would take minutes and gigabytes."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 500_000, "answer": "3"}]
