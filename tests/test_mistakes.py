@@ -187,6 +187,12 @@ def test_a_model_may_be_in_a_folder_ckpt(tmp_path):
     configs.check_model(f"{tmp_path}/ckpt/mine")
 
 
+def test_a_base_model_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="can't write to .*file/base .NotADirectoryError.*; needed: a f"):
+        tiny_model.build(f"{tmp_path}/file/base")
+
+
 def test_a_mistake_in_the_words_of_another_command_is_one_line(tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "ckpt/step_000002").mkdir(parents=True)

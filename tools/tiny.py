@@ -29,11 +29,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from configs import read_json, require, run_command, write_jsonl
+from configs import explained, read_json, require, run_command, write_jsonl
 
 VERSION = 3  # raise this number when a change of this file changes the model
 GUESSES = 0.5  # fraction of guesses in the last third of the texts
@@ -137,7 +138,9 @@ def build(out: str = "runs/tiny-base-0", /, seed: int = 0) -> str:
         out: the folder to write
         seed: seed for the order of the problems, the initial weights and the pretraining texts
     """
-    return build_task(SUMS, out, seed)
+    needed = "a folder that no other process makes, with space and permission"
+    with explained(f"can't write to {out}", needed, (OSError, SafetensorError)):
+        return build_task(SUMS, out, seed)
 
 
 def build_task(task: Task, out: str, seed: int = 0) -> str:
