@@ -251,7 +251,7 @@ def _fields(row):
     golds = [turn["ground_truth"] for turn in turns if "ground_truth" in turn]
     return {
         "prompt": [turn for turn in turns if "ground_truth" not in turn],
-        "answer": golds[-1] if golds else None,
+        "answer": golds[0] if len(golds) == 1 else None,
     }
 
 

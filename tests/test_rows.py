@@ -117,6 +117,8 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
 REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "[]", "{}")},
     **{f'{{"prompt": {x}, "answer": "2"}}': "no problem" for x in
        ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
+    '[{"value": "1"}, {"ground_truth": {"value": "1"}}, {"value": "2"}, {"ground_truth": {"value": "2"}}]':
+        "no answer as text (found: [{",  # the first answer would be missing in the prompt
     '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
     '{"prompt": "x", "answer": ["1", "2"]}': "no answer as text (found: ['1', '2'])",
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
