@@ -369,17 +369,23 @@ def _fill_chat_template(tokenizer, turns, system_prompt, row):
 def fix_date(tokenizer: Any, day: str) -> str:
     """Make the chat template print `day` (YYYY-MM-DD) instead of today's date. So a run has the same prompts
     on every day. Returns `day`, or "" if the template does not print today's date. Raises UserError if `day`
-    is no date."""
+    is no date, or if the template has a call of strftime_now without a text as its argument."""
     if not day or not tokenizer.chat_template:
         return ""
     with explained("the chat template can't be read", "--template orz or plain"):
         template = tokenizer.get_chat_template()
-    call = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")  # group 2: a format such as %d %b %Y
-    if not call.search(template):
+    if "strftime_now(" not in template:
         return ""
     with explained(f"--date is {day}", "a day such as 2026-01-31"):
         date = datetime.date.fromisoformat(day)
-    tokenizer.chat_template = call.sub(lambda match: repr(date.strftime(match[2])), template)
+    call = r"""strftime_now\(\s*(["'])([^"']*)\1\s*\)"""  # group 2: a format such as %d %b %Y
+    fixed = re.sub(call, lambda match: repr(date.strftime(match[2])), template)
+    require(
+        "strftime_now(" not in fixed,
+        "the chat template prints today's date, in a format that is no text",
+        "strftime_now('%d %b %Y') in it, or --date '' for other prompts on each day",
+    )
+    tokenizer.chat_template = fixed
     return day
 
 

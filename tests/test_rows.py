@@ -349,6 +349,18 @@ def test_chat_templates_without_a_default_are_one_line(tiny):
         data.set_template(tokenizer, replace(CFG, template="chat"))
 
 
+@pytest.mark.parametrize("call,shown", [
+    ("strftime_now('%d %b')", "26 Jul"), ("strftime_now(\n  \"%d %b\" )", "26 Jul"), ("f(strftime_now)", ""),
+    ("strftime_now('%d' ~ ' %b')", None), ("strftime_now(f)", None), ("strftime_now(format='%d %b')", None)])
+def test_a_chat_template_shows_the_date_of_the_flag_or_is_refused(call, shown, tiny):
+    tokenizer = load_tokenizer(tiny)
+    tokenizer.chat_template = f"{{% macro f(x) %}}{{% endmacro %}}{{{{ {call} }}}}"
+    error = pytest.raises(UserError, match="^the chat template prints today's date, in a format that is")
+    with error if shown is None else nullcontext():
+        assert data.set_template(tokenizer, replace(CFG, template="chat")).date == "2024-07-26" * bool(shown)
+        assert tokenizer.apply_chat_template([{}], tokenize=False) == shown
+
+
 def test_a_long_prompt_is_dropped_before_it_is_tokenized(tokenizer, tmp_path, monkeypatch):
     """With 50 MB instead of this 1 MB, tokenizing would take minutes and gigabytes."""
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+" * 500_000, "answer": "3"}]
