@@ -742,12 +742,13 @@ def test_a_full_disk_does_not_cost_the_scores(base, tiny, tmp_path, monkeypatch,
 def test_rows_are_written_by_the_first_model_also_if_grading_of_the_second_fails(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny, "second")
-    Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    rows = [{"prompt": "1+1=", "answer": "2", "id": i} for i in (1, 2)]  # the second is a repeated row
+    Path("one.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("late.py").write_text("import os\ndef score(response):\n    print(file=open('calls', 'a'))\n"
                                "    return 1 / (os.path.getsize('calls') < 5)")  # 4 responses of a model
     argv = [tiny, "second", "one.jsonl", *EVAL, "--reward", "late.py:score", "--write_rows", "rate<=1"]
     assert run_ranks(1, outcome, [*argv, "rows.jsonl", "--out", "out"]) == [""]
-    assert len(read_jsonl(Path("rows.jsonl"))) == 1 and len(list(Path("out").iterdir())) == 2
+    assert read_jsonl(Path("rows.jsonl")) == rows[:1] and len(list(Path("out").iterdir())) == 2
 
 
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):

@@ -244,6 +244,7 @@ import torch
 import dist
 from data import set_template
 from engine import Engine
+from grading.rows import as_json, local_file, read_rows
 from grading.worker import Grader
 from guard.checks import check_gold
 from guard.identity import (
@@ -404,7 +405,7 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     env = _trained(cfg.model).get("env")
     if env and not cfg.env:
         say(f"{cfg.model} was trained with --env {env}, and is evaluated without --env")
-    sets = load_sets(cfg, tokenizer, say, keep_fields or bool(cfg.write_rows))
+    sets = load_sets(cfg, tokenizer, say, keep_fields)
     # A model may have been trained with extractors for data sets that are not here.
     check_graders(sets.values(), replace(cfg, extractor=()))
     check_tokens(sets.values(), load_config(path))
@@ -447,10 +448,12 @@ def write_rows(c: Candidate, scores: Scores) -> str:
     condition, file = c.cfg.write_rows
     rows = []
     for name, problems in c.sets.items():
+        # Read again: with the fields in the problems, other rows would count as repeated.
+        stored = dict(read_rows(local_file(problems[0].file)))  # row number -> row
         rates, *_ = scores[name].values()  # the first metric is avg@n
         for problem, rate in zip(problems, rates, strict=True):
             if eval(condition, {"rate": rate}):  # CONDITION allows nothing but a comparison
-                rows.append(f"{problem.fields}\n")  # the row of the data file, as JSON
+                rows.append(f"{as_json(stored[problem.row])}\n")
     Path(file).write_text("".join(rows))
     return f"{len(rows)} rows with {condition} in {file}"
 
