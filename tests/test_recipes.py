@@ -623,9 +623,11 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     (hub / "refs/main").write_text("0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert eval_configs(["me/mine", "a.json"])[0].template == "plain"
-    (hub / "snapshots/0/torz.json").write_text('{"template": "pla')
-    with pytest.raises(UserError, match="torz.json is damaged "):
-        eval_configs(["me/mine", "a.json"])
+    for text, words in (('{"template": "p', " is damaged "), ('{"template": 5}', ": template is 5; needed"),
+                        ('{"template": "", "prompt": ""}', ": temperature is None; needed: int | float")):
+        (hub / "snapshots/0/torz.json").write_text(text)
+        with pytest.raises(UserError, match=re.escape(f"torz.json{words}")):
+            eval_configs(["me/mine", "a.json"])
     for argv, words in (([a, b, "a.json"], "different settings (stop: "),
                         ([f"{tmp_path}/old", "a.json"], "plain has another text than at the train"),
                         ([f"{tmp_path}/old", "a.json", "--date", "2"], "export has --system_prompt and --d"),
@@ -697,7 +699,8 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
 
 def test_an_export_of_turns_says_that_no_environment_asks_it(base, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "m")
-    (tmp_path / "m/torz.json").write_text('{"env": "e.py:f"}')
+    facts = {"env": "e.py:f", "template": "", "prompt": "", "temperature": 1}
+    (tmp_path / "m/torz.json").write_text(json.dumps(facts))
     cfg = dataclasses.replace(eval_configs([tiny, *base.data, *EVAL])[0], model=f"{tmp_path}/m")
     told = []
     load_candidate(cfg, told.append, False)

@@ -216,14 +216,15 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
 
 
 def _trained(model):
-    """Returns the content of the model's torz.json; {} if the model is no export of torz."""
+    """Returns the content of the model's torz.json; {} if the model is no export of torz. Raises UserError as
+    `read_json` does."""
     file = Path(model, MARKER)  # MARKER: torz.json
     if from_hub(model):
         from huggingface_hub import hf_hub_download
 
         with contextlib.suppress(Exception):  # the Hub has no such file, or can't be reached
             file = Path(hf_hub_download(model, MARKER))
-    return read_json(file)
+    return read_json(file, {"template": str, "prompt": str, "temperature": int | float})
 
 
 def model_name(path: str) -> str:
