@@ -299,12 +299,14 @@ def _import_function(spec, known):
 def user_files(path: str, imported: Iterable[str]) -> dict[str, str]:
     """Returns a dict: name of a module -> hash of its file, for the user's file `path` (name "") and for the
     user's other modules in the set `imported`. The hashes reveal edits. Files of torz and of installed
-    packages are left out."""
+    packages, and modules in a zip file, are left out."""
     files = {"": path}  # name of a module -> its file
     for name in sorted(imported):
         # `__dict__`, because lazy modules such as torch.classes have an attribute __file__ of no file.
         file = getattr(sys.modules[name], "__dict__", {}).get("__file__")
-        if file and "/lib/python3" not in file.replace("lib64", "lib") and Path(file) not in CODE:
+        installed = file and "/lib/python3" in file.replace("lib64", "lib")
+        # A module of a zip file has no file of its own.
+        if file and not installed and Path(file) not in CODE and Path(file).is_file():
             files[name] = file
     return {name: short_hash(Path(file).read_bytes()) for name, file in files.items()}
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import zipfile
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -367,6 +368,15 @@ def crowd(tmp_path_factory):
 def test_each_reward_file_sees_the_modules_beside_it(crowd):
     grades, errors, _ = crowd
     assert [[g.reward for g in grades["siblings", i]] for i in (0, 1)] == [[1] * 8, [2] * 8], errors
+
+
+def test_a_reward_file_may_import_from_a_zip_file(custom, tmp_path):
+    with zipfile.ZipFile(tmp_path / "m.zip", "w") as file:
+        file.writestr("zipped.py", "VALUE = 1")
+    spec = custom(f"import sys\nsys.path.insert(0, '{tmp_path}/m.zip')\nimport zipped\n"
+                  "def score(response): return zipped.VALUE")
+    with Grader(customs=[spec]) as grader:
+        assert ready(grader, spec) and [*grader.files[spec]] == [""]
 
 
 IMPORTS = "import numpy\nimport torch\nimport transformers\nfrom transformers import AutoConfig\n"
