@@ -80,6 +80,7 @@ from configs import (
     user_errors,
 )
 from data import Sample, chat_template, fix_date, set_arguments
+from engine import eos_ids
 from guard.identity import (
     Facts,
     check_base,
@@ -778,6 +779,9 @@ def _save_config(folder, model, tokenizer, source, facts):
     # the source as defaults. The policy was trained without them, so only the ids of tokens stay.
     name = "generation_config.json"
     ids = {k: v for k, v in read_json(Path(source) / name).items() if k.endswith("token_id")}
+    # transformers' `generate` reads this file alone, and must stop where training did.
+    if ends := sorted(eos_ids(source, tokenizer, config)):
+        ids["eos_token_id"] = ends
     if ids:
         (folder / name).write_text(json.dumps(ids, indent=1))
 

@@ -932,11 +932,13 @@ def test_an_exported_tokenizer_asks_as_the_training_did(base, tmp_path, template
     assert marker["temperature"] == base.temperature and marker["template_args"] == []
 
 
-def test_an_export_has_no_defaults_of_sampling(base, tmp_path):
-    """The policy was trained without the base model's defaults. Its end tokens stay. The file of this test is
-    Qwen2.5-Instruct's, with the names that vLLM and transformers also know."""
+@pytest.mark.parametrize("ends", [[5, 261], 5])
+def test_an_export_has_the_end_tokens_and_no_defaults_of_sampling(base, tmp_path, ends):
+    """The policy was trained without the base model's defaults. All tokens that ended a response stay, also
+    the tokenizer's, which the base model's file may lack: transformers stops only at those of the file. The
+    file of this test is Qwen2.5-Instruct's, with the names that vLLM and transformers also know."""
     source = shutil.copytree(base.model, tmp_path / "base")
-    ids = {"bos_token_id": 1, "eos_token_id": [5, 261], "pad_token_id": 0}
+    ids = {"bos_token_id": 1, "eos_token_id": ends, "pad_token_id": 0}
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05,
                 "min_p": 0.1, "typical_p": 0.9, "presence_penalty": 1.0, "max_new_tokens": 2048}
     (source / "generation_config.json").write_text(json.dumps(ids | sampling))
@@ -945,7 +947,8 @@ def test_an_export_has_no_defaults_of_sampling(base, tmp_path):
     policy = load_policy(str(source))
     ckpt.export_hf(dist.full_weights(policy), policy, make_tokenizer(), str(source), tmp_path / "hf", facts)
     found = GenerationConfig.from_pretrained(tmp_path / "hf").to_diff_dict()
-    assert found == ids | {"transformers_version": found["transformers_version"]}
+    version = found["transformers_version"]
+    assert found == ids | {"eos_token_id": [5, 261], "transformers_version": version}
 
 
 def test_the_template_of_a_file_outlives_the_file(base, tmp_path):
