@@ -62,10 +62,14 @@ WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it
 LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
-# For an error message: the names that verl and TRL give these parameters, and ours after the colon
+# For an error message, because the function may be one for verl or TRL: their names of these parameters, and
+# ours after the colon
 RENAME = " (solution_str, completions: response; ground_truth: answer; extra_info: row)"
 TURN = ["problem", "text", "turn"]  # parameters that an environment may have
 MAKE = ["problem", "row", "seed"]  # parameters that the class of an environment with state may have
+OF_CLASS = (
+    f"; or a class with methods step and close, and parameters of these names: {' '.join(MAKE)}"
+)
 # The code of a server. It runs this file as the module __main__. sys.argv[1] is the project's folder, and
 # sys.argv[2] has the arguments of `serve`. Files in the project's folder, which may be the user's, must not
 # be imported in place of the standard library or of packages: so this folder comes after the standard library
@@ -141,8 +145,8 @@ _live = {}  # seed of a response -> its environment with state, and the policy's
 def _rewarded(value):
     """Returns a pair: `value`, which a reward function returned, as a float; and its reason (`reason_of`).
     Raises an error if the value is not a finite float32."""
-    if isinstance(value, str):
-        raise TypeError(f"the reward is the text {value!r:.80}; needed: a number")
+    if not hasattr(value, "__float__"):  # float() would also read a text
+        raise TypeError(f"the reward is {value!r:.80}; needed: a number")
     reward = float(value)
     if not abs(reward) <= LARGEST:  # also for NaN
         raise ValueError(f"the reward is {reward}; needed: a finite float32")
@@ -159,10 +163,13 @@ def reason_of(reward: float) -> str:
 def _replied(value):
     """Returns a pair: `value`, which an environment returned, as a Reply; and the reason "replied". Raises an
     error if the Reply is not valid."""
-    text, reward, done = Reply(*value) if isinstance(value, tuple) else Reply(value)
+    is_reply = isinstance(value, tuple) and len(value) <= 3
+    text, reward, done = Reply(*value) if is_reply else Reply(value)
     if text is not None:
         if not isinstance(text, str):
-            raise TypeError(f"--env returned {text!r:.80}; needed: a text, None or a Reply")
+            raise TypeError(
+                f"--env returned {text!r:.80}; needed: a text, None or (text, reward, done)"
+            )
         if len(text) > MAX_REPLY:
             raise ValueError(f"the environment's text has {len(text)} characters, over {MAX_REPLY}")
         # The text must be valid Unicode: `encode` raises an error for a lone surrogate. `decode` returns a
@@ -797,8 +804,7 @@ class Grader(AbstractContextManager):
                 f"can't use {server.spec} ({facts}); needed: {SPEC}, which can be imported, "
                 f"with parameters of these names: {' '.join(server.known)}"
             )
-            if server.known is SCORE:
-                self.failure += RENAME  # it may be a function for verl or TRL
+            self.failure += RENAME if server.known is SCORE else OF_CLASS
         elif server.facts not in (None, facts):
             self.failure = (
                 f"{server.spec} was edited during the run, and a new grading server "

@@ -134,7 +134,8 @@ def test_the_documented_classes_keep_their_state_and_are_replayed(documented):
 @pytest.mark.parametrize(("name", "words"), [("NoStep", "no attribute 'step'"), ("Wants", "'tokenizer'")])
 def test_a_class_that_is_no_environment_is_one_line(tmp_path, name, words):
     env = logged(tmp_path).replace("Counts", name)
-    with pytest.raises(UserError, match=words):
+    needed = "needed: .*; or a class with methods step and close, and .*: problem row seed"
+    with pytest.raises(UserError, match=f"{words}.*{needed}"):
         Grader(env=env)
 
 

@@ -784,11 +784,13 @@ def test_a_function_with_kwargs_gets_all_arguments(custom, parameters):
         assert grader.results()[0].reward == 1.0
 
 
-def test_a_text_is_no_reward(custom):
-    spec = custom("def score(response): return '1.0'")
+@pytest.mark.parametrize("value", ["'1.0'", "None", "(1.0,)", "{'score': 1.0}"])
+def test_what_is_no_number_is_no_reward_and_is_shown(custom, value):
+    spec = custom(f"def score(response): return {value}")
     with Grader(customs=[spec]) as grader:
         grader.submit(0, boxed("5"), "5", True, custom=spec)
-        assert grader.results()[0].reason == "error" and "is the text '1.0'" in str(grader.errors)
+        assert grader.results()[0].reason == "error"
+        assert f"the reward is {value}; needed: a number" in str(grader.errors)
 
 
 def test_a_sample_without_its_row_is_not_graded_by_a_function_of_rows(custom, tmp_path):

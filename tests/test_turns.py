@@ -53,6 +53,7 @@ ENV += "".join(f"def {name}(problem, text, turn): return {value}\n" for name, va
     "shows": "Reply(repr((problem, text, turn)), 1.0 if turn == 1 else -1.0)",
     "counts": "(f'{len(text)};', None, False)",
     "endless": "'>'", "floods": "'1' * 1000", "strange": "'<far>'", "drowns": "'1' * 10**8", "mumbles": "3.5",
+    "steps": "('obs', 0.0, True, False, {})",  # as in gymnasium
     "half": "chr(0xd800)", "lies": "Reply('text', reward=float('nan'))",
     "ends": "('text', 1.0, 'no')",
     "fines": "('7' * 12, -1.0, False)"}.items())
@@ -160,7 +161,9 @@ def test_an_environment_that_fails_is_a_reason(env):
                 ("hangs", "timeout", None), ("raises", "error", "KeyError: 1"),
                 ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
                 ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the reward is nan"),
-                ("mumbles", "error", "TypeError"), ("ends", "error", "TypeError: --env returned done='no'"),
+                ("mumbles", "error", "TypeError: --env returned 3.5; needed: a text, None or (text, rew"),
+                ("steps", "error", "TypeError: --env returned ('obs', 0.0, True, False, {}); needed: a text"),
+                ("ends", "error", "TypeError: --env returned done='no'"),
                 ("half", "error", "UnicodeEncodeError")):
             grader.errors.clear()
             for i in range(2):
