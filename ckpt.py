@@ -597,15 +597,12 @@ def read_state(folder: Path) -> Facts:
     return state
 
 
-@dist.phase("start/checkpoint")
-def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
-    """Fills models and optimizers from the checkpoint `path`. Returns a line for the log, which lists the
-    changes of the config, and of the facts in "noted".
+def check_resume(path: Path, saved: Facts, facts: Facts) -> None:
+    """Raises UserError if the checkpoint `path` has more steps than this run, or if a fact in "read" has
+    changed since it was saved.
 
     saved: content of the checkpoint's state.json
-    facts: this run's "config", and its facts "read" and "noted" (see guard/identity.py)
-
-    Raises UserError if the checkpoint has more steps than this run, or if a fact in "read" has changed."""
+    facts: this run's "config", and its facts "read" and "noted" (see guard/identity.py)"""
     steps = facts["config"]["steps"]
     needed = (
         "the flags, data, models and reward files of that run, or another --out, "
@@ -618,6 +615,14 @@ def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
         f"{path} was saved after {saved['step']} steps, but this run has {steps}",
         needed,
     )
+
+
+@dist.phase("start/checkpoint")
+def resume(path: Path, saved: Facts, models: Models, facts: Facts) -> str:
+    """Fills models and optimizers from the checkpoint `path`, which has passed `check_resume`. Returns a line
+    for the log, which lists the changes of the config, and of the facts in "noted".
+
+    saved, facts: as for `check_resume`"""
     for who, (model, optimizer) in models.items():
         _fill(path, who, model, optimizer)
     return "; ".join(

@@ -154,6 +154,8 @@ def load(
     case = case_of(cfg, world, len(inputs.problems))
     cfg = case.cfg  # without `auto` in --shard_ranks and --offload, and without --pack_len 0
     facts = state_of(cfg, world, inputs, saved)
+    if resumes:  # now, because loading a large model takes minutes
+        ckpt.check_resume(path, saved, facts)
     planned = check_fit(case, say)
     engine = dist.together(make_engine, cfg.model, inputs.tokenizer, cfg, world.device, world.dtype)
     for name, problems in ({"--data": inputs.problems} | inputs.held_out).items():

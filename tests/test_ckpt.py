@@ -563,7 +563,7 @@ def test_a_run_that_is_shorter_than_its_checkpoint_is_refused(two_ranks):
     path = two_ranks[0] / "ckpt/step_000004"
     saved = ckpt.read_state(path)
     with pytest.raises(UserError, match="saved after 4 steps, but this run has 3; .*, where --start_from"):
-        ckpt.resume(path, saved, {}, saved | {"config": saved["config"] | {"steps": 3}})
+        ckpt.check_resume(path, saved, saved | {"config": saved["config"] | {"steps": 3}})
 
 
 # Edits of the model folder: name -> (file, old text, new text). Without an old text, the edit flips one bit.
@@ -612,6 +612,7 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, res
         other = dataclasses.replace(cfg, model=base.model, **{flag: f"{tmp_path}/{name}"})
         found, = run_ranks(1, ranks.prepared, other)
         assert words in found
+    assert "the whole plan" not in capfd.readouterr().out  # each was refused before the models were loaded
     monkeypatch.setitem(VERSIONS, "code", "edited")
     monkeypatch.setitem(VERSIONS, "math-verify", "0.1")
     again = dataclasses.replace(base, out=str(copy_of(two_ranks, tmp_path / "copy")), start_from="gone",
