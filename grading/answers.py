@@ -45,6 +45,8 @@ What counts as equal:
 - `\frac\pi4+\frac{k\pi}2` equals `\frac{(2k+1)\pi}4`: the same values for all integers k. `7k+3` and
   `-4 \pmod 7` equal `3 \pmod 7`.
 - `\log` has the base 10. But if one of the two has `\ln`, `\log` is `\ln`, too.
+- If both have roots, letters are positive: `x^{2/3}` equals `\sqrt[3]{x^2}`. But `x` does not equal
+  `\sqrt{x^2}`.
 - `60^\circ` equals `\frac\pi3`. `22^\circ30'` equals `22.5^\circ`.
 - Antiderivatives may differ by a number: `-\frac12\cos^2x+C` equals `\frac12\sin^2x+C`. Formulas with
   \lfloor \rfloor of an integer n are equal if they are for n = 1 to 60 and for three larger n.
@@ -656,8 +658,11 @@ PART = re.compile(  # tenths, millions, MW
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the pattern ONE is used instead of MANY, because the noun
 # may be singular: `1 pizza`.
-MANY = re.compile("[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice")
-ONE = re.compile("[a-z]{3,}(?<!ed)(?<!ly)")
+MANY = re.compile(
+    "[a-z]{2,}s|people|children|w?o?men|sheep|fish|mice"
+    "|kj|kw|kwh|kpa|khz|ev|nm|mole?|atm|bar|kelvin|k?cal|erg|db|ppm|rpm|au"
+)
+ONE = re.compile(MANY.pattern + "|[a-z]{3,}(?<!ed)(?<!ly)")
 # A number and its unit, which has at most five words
 QUANTITY = re.compile(
     r' ?(?!(?i:an?) ?")([^"]*[^-+*/=<>^_,({\[|" ]) ?'
@@ -682,7 +687,7 @@ NAMES = (
     r'"(?![^"]*\b(?i:half|twice|not|never|wrong|false|opposite|negative of)\b)[^"]*"',  # "Tom"
     r'\\?\|[^|=<>+-]*[A-Za-z][^|=<>+-]*\||[|\[]"?[A-Z]{2,}"?[|\]]',  # |z|, |AB|, [ABC]
     r"\\?[({][^-+*/^=<>]*,[^-+*/^=<>]*[)}]",  # (r,\theta)
-    r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [a-z]",
+    r"\\(?:sum|i*int|prod|lim)(?![a-z]).*|\\(?:Delta|nabla) [A-Za-z]",
 )
 ENDS = (
     r' ?(?:"[A-Z]{1,4}"|[A-Z]{1,4})',  # \angle ABC
@@ -1582,7 +1587,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
         1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
-    from sympy import Eq, cancel, ceiling, floor, nan, numer, together
+    from sympy import Abs, Dummy, Eq, cancel, ceiling, floor, nan, numer, together
 
     if r"\ln" in answer + gold:  # beside \ln, \log is the natural logarithm, too
         answer, gold = (re.sub(r"\\log(?!_)", r"\\ln", text) for text in (answer, gold))
@@ -1621,10 +1626,19 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
                 return left - right == 0
             x = next(letter for letter in letters if letter.name != "C")
             left, right = left.diff(x), right.diff(x)
+        # Letters are positive if both sides have roots: \sqrt{\frac ab} equals \frac{\sqrt a}{\sqrt b}. But
+        # \sqrt{x^2} does not equal x.
+        if all(side.find(_is_root) for side in (left, right)) and not right.has(Abs):
+            positive = {letter: Dummy(letter.name, positive=True) for letter in letters}
+            left, right = (side.xreplace(positive) for side in (left, right))
         return verify(right, left, timeout_seconds=None, raise_on_error=True)
     # too large to compute, or not a number (TypeError): counts as wrong
     except (RecursionError, MemoryError, OverflowError, TypeError):
         return False
+
+
+def _is_root(node):
+    return node.is_Pow and not node.exp.is_integer
 
 
 def _same_value(a, b, limit, decimal):
