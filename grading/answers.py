@@ -652,7 +652,7 @@ NO_UNIT = (
 NO_UNIT = BASES.keys() | set(NO_UNIT.split())
 PART = re.compile(  # tenths, millions, MW
     r"(?i:(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th|illion|ward)s?\b"
-    r"|\b(?i:halve|third|quarter|couple|score|dozen|lakh|crore|hundred|thousand)s?\b"
+    r"|\b(?i:halve|third|quarter|couple|score|dozen|docena|douzaine|dutzend|lakh|crore|hundred|thousand)s?\b"
     r"|\b[MG](?:[WVJNg]|Hz|Pa)?\b"
 )
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and

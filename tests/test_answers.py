@@ -282,12 +282,12 @@ x=\frac12\lor x=\frac34 ~ \frac12,\frac34 ~ \frac34\text{ or }\frac12 ~~ \frac12
 2\ln 2-1 ~ 2\log 2-1 ~~ 2\lg 2-1 ~ 2\log 3-1
 \frac{\ln 3}{\ln 2} ~ \log_2 3 ~ \frac{\log 3}{\log 2} ~~ \log 3
 \arccos\frac{1}{3} ~ \arctan 2\sqrt{2} ~~ \sqrt{2}\arctan 2 ~ \arctan 3\sqrt{2}
-\sqrt{\frac{a}{b}} ~ \frac{\sqrt{ab}}{b} ~ \frac{\sqrt{a}}{\sqrt{b}} ~~ \frac{\sqrt{b}}{\sqrt{a}} ~ \sqrt{a}-\sqrt{b}
+\sqrt{\frac{a}{b}} ~ \frac{\sqrt{ab}}{b} ~ \frac{\sqrt{a}}{\sqrt{b}} ~~ \frac{\sqrt{b}}{\sqrt{a}}
 x^{2/3} ~ \sqrt[3]{x^2} ~~ \sqrt{x^3} ~ x^{3/2}
 |x|\sqrt{3} ~ \sqrt{3x^2} ~~ x\sqrt{3} ~ -x\sqrt{3}
 \sqrt{x^2} ~ |x| ~~ x ~ -x
 -286 ~ \Delta H=-286\text{ kJ/mol} ~~ \Delta H=286
-5 ~ 5\text{ atm} ~ 5\,\mathrm{eV} ~ 5.0\text{ kJ/mol} ~~ 5\text{k} ~ 5\text{ MeV}
+5 ~ 5\text{ atm} ~ 5\,\mathrm{eV} ~ 5.0\text{ kJ/mol} ~~ 5\text{k} ~ 5\text{ MeV} ~ \text{5 docenas}
 P'(-3,4) ~ (-3,4) ~ P'(-3, 4) ~~ (3,4)
 1 ~ one ~~ no one ~ one third
 \lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
