@@ -492,7 +492,7 @@ def make_packs(
         return pack([mine[i] for i in indices], fresh_step).to(world.device)
 
     minibatches = each([ranks[world.rank] for ranks in layout], packed)
-    packs = [p for p in chain(*minibatches) if p.responses]  # only packs with a sample in the loss
+    packs = [p for p in chain(*minibatches) if p.longest > 1]  # no fillers, which have one token
     unique = sum(len(p.unique) for p in packs)  # tokens, with shared prompts counted once
     meter.add("tokens", sum(s.length for s in samples))
     meter.add("unique_share", unique, sum(len(p.tokens) for p in packs))

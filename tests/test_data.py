@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from ranks import make_samples
 
 import data
+import dist
 import train
 from configs import PRESETS, UserError
-from model import load_tokenizer
+from log import Meter
+from model import load_policy, load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=64, max_response_len=64)
 
@@ -33,6 +36,19 @@ def test_partition_is_balanced_and_respects_the_cap():
     capped = data.partition(lengths, 32, cap=int(lengths.sum() / 32 * 1.1))
     assert max(sum(lengths[i] for i in b) for b in capped) <= lengths.sum() / 32 * 1.1
     assert data.partition(lengths, 32, cap=int(lengths.sum() / 32 * 0.9)) is None
+
+
+def test_a_pack_that_is_not_in_the_loss_counts_as_computed(tiny):
+    """The trainer computes it, too. With --mask_truncated, it may hold one long response."""
+    cfg, world = replace(CFG, pack_len=128), dist.World(0, 1, "cpu", torch.float32)
+    samples, found = make_samples(64), []
+    for excluded in (0, 15):  # prompts whose samples are not in the loss
+        some = [replace(s, in_loss=s.prompt_id >= excluded) for s in samples]
+        meter = Meter()
+        packs = sum(train.make_packs(some, 0, cfg, world, load_policy(tiny), meter), [])
+        found.append(meter.reduce())
+    assert any(p.responses == 0 for p in packs)
+    assert found[0] == found[1]
 
 
 def test_each_sample_is_in_one_minibatch_for_any_number_of_ranks():
