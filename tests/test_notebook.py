@@ -7,6 +7,8 @@ import re
 import torch
 from conftest import ROOT, run_ranks
 
+from data import Problem
+
 NOTEBOOK = ROOT / "notebooks" / "tour.ipynb"
 
 
@@ -67,5 +69,7 @@ def test_the_stored_outputs_can_be_read_without_running_it():
     text = "".join("".join(output.get("text", "")) for output in outputs)
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
     assert re.search(r"step  9  reward 0\.\d+", text) and r"\boxed{" in text
+    (printed,) = re.findall(r"^Problem\(.*", text, re.M)
+    assert repr(eval(printed, {"Problem": Problem})) == printed  # Problem still has these fields
     assert "/home" not in text and "/work" not in text and "Warning" not in text
     assert not any(output.get("name") == "stderr" or output["output_type"] == "error" for output in outputs)
