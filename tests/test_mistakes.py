@@ -33,6 +33,7 @@ AT_ONCE = {
     "no preset": ("", "no preset '' before the flags; needed: train.py PRESET --flag value …, where PRESET"),
     "a preset's name": ("orz7b", "no preset 'orz7b' (did you mean orz-7b?) before the flags; needed: "),
     "another library's flag": ("orz-7b --rollout.num_generations 8", "(did you mean --samples_per_prompt?)"),
+    "where the KL term is": ("orz-7b --actor.use_kl_loss True", "(did you mean --kl_in?)"),
     "a flag's name": ("orz-7b --polcy_lr 1", "no flag --polcy_lr (did you mean --policy_lr?)"),
     "a flag of another library": ("orz-7b --actor.optim.lr 1", "(did you mean --policy_lr?)"),
     "a word for a number": ("orz-7b --steps ten", "--steps is 'ten'; needed: a whole number"),
