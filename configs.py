@@ -195,7 +195,7 @@ class Config:
     # --- the algorithm, models and data
     algo: Literal["ppo", "grpo"] = "ppo"  # ppo trains a critic; grpo compares a prompt's samples
     critic_model: str = ""  # the critic's base model, a folder or an id; empty: --model
-    ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: --model
+    ref_model: str = ""  # the KL term's reference model, a folder or an id; empty: the run's first policy
     lora: Amount = 0  # train adapters of this rank (LoRA) over a frozen model; 0: train all weights
     lora_alpha: Positive = 32.0  # adapters are multiplied by lora_alpha / lora
     template: str = "orz"  # prompt template: orz, plain, chat (the tokenizer's), or a file with {problem}
