@@ -343,6 +343,8 @@ def test_an_environment_of_verifiers(verifiers):
     assert replies == played(env, bisects, rows[1], kill=True)
     assert len(replies) > 3 and replies[-1].reward == pytest.approx(1 + 0.5 / len(replies))
     assert {reply.text for reply in replies[:-1]} == {"<result>higher</result>", "<result>lower</result>"}
+    # Otherwise the row's grader would pay for the answer "none" in a response that --max_turns ends.
+    assert {reply.reward for reply in replies[:-1]} == {0.0}
     assert played(env, says("no guess"), rows[0]) == [Reply(reward=0.5)]
     with pytest.raises(SystemExit, match="hints needs a rule @stop or @intercept; vf_env.py has no such"):
         file_of("hints", 39, 41)
