@@ -368,6 +368,12 @@ def test_the_presets_are_what_their_table_says():
     assert compared >= len(PRESETS) - 2
 
 
+def test_the_table_of_models_has_every_preset():
+    (table,) = tables((ROOT / "eval_sets/README.md").read_text(encoding="utf-8"), "preset")
+    models = {name: model.strip("`") for row, model, _ in table[1:] for name in re.findall("`(.+?)`", row)}
+    assert models == {name: cfg.model for name, cfg in PRESETS.items() if not name.startswith("tiny-")}
+
+
 def test_the_recipes_are_what_their_table_says():
     (table,) = tables(DOCS["docs/algorithms.md"], "recipe")
     default = {"clip_low": 0.2, "clip_high": 0.2}
