@@ -400,6 +400,13 @@ class Config:
             f"less than --max_response_len {self.max_response_len}",
         )
         require(
+            self.algo == "ppo"
+            or self.advantage != "group_mean_over_mean"
+            or not (self.overlong_buffer or self.nonstop_penalty),
+            "--advantage group_mean_over_mean needs scores from 0, and a length penalty makes negative ones",
+            "--overlong_buffer 0 --nonstop_penalty 0, or another --advantage",
+        )
+        require(
             self.compares_samples or not (self.resample_rounds or self.drop_uniform),
             "--resample_rounds and --drop_uniform compare the samples of a prompt",
             "--resample_rounds 0 --no_drop_uniform, or --algo grpo without return_whiten",

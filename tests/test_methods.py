@@ -178,6 +178,10 @@ def test_what_a_recipe_can_not_do_is_refused(base):
     assert configs.parse(f"{tiny} --ratio binary_tv".split()).clip_high == 0.1
     with pytest.raises(UserError, match="masks nothing; needed: --mismatch_bounds 0.6 2"):
         configs.parse("tiny-grpo --mismatch negative-mask".split())
+    for penalty in ("--overlong_buffer 4", "--nonstop_penalty 1"):
+        maxrl = f"tiny-grpo --advantage group_mean_over_mean {penalty}"
+        with pytest.raises(UserError, match="a length penalty makes negative ones; needed: "):
+            configs.parse(maxrl.split())
     cfg = dataclasses.replace(PRESETS["tiny-grpo"], samples_per_prompt=4, advantage="group_mean_over_mean")
     samples = [dataclasses.replace(s, reward=-1.0) for s in terms()[:4]]
     with pytest.raises(UserError, match="with a negative score; needed: rewards from 0"):
