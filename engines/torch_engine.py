@@ -640,7 +640,7 @@ class TorchEngine(Engine):
                 like,
             )
             self.slots = Slots(cache, self.look)
-        self.slots.responses = []
+        self.slots.keep([])  # an abandoned call has left responses there
         self.slots.cache.clear()
         return self.slots
 

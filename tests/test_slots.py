@@ -133,6 +133,23 @@ def test_an_abandoned_call_leaves_nothing_behind(case, page):
     assert all(again[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
 
 
+def test_an_abandoned_response_writes_to_no_page_of_the_next_call(case):
+    """The next call has 3 responses, but a decoding step computes 4 slots. The abandoned call has filled the
+    fourth."""
+    requests = {(0, j): case[3][7] for j in range(5)}
+    limits = {k: 1 if k == (0, 0) else 24 for k in requests}
+    after = {(0, j): 20 for j in range(3)}
+    plain = sampled(make_engine(case, 1, slots=4), case, {k: requests[k] for k in after}, after)
+    engine = make_engine(case, 1, slots=4, look=1)
+    with engine.awake(dist.full_weights(case[2]), VERSION):
+        stream = engine.generate(requests, limits, 1.0, KEY, VERSION)
+        assert next(stream).key == (0, 0) and len(engine.slots.responses) == 4
+        stream.close()
+        for s in engine.generate({k: requests[k] for k in after}, after, 1.0, KEY, VERSION):
+            assert s.ids.tolist() == plain[s.key].ids.tolist()
+            assert np.abs(s.logp - plain[s.key].logp).max() < 1e-5
+
+
 def test_a_prompt_is_read_once(case):
     engine, reads = make_engine(case, 8, slots=8), []
     hidden = engine.policy.hidden
