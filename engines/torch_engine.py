@@ -619,6 +619,8 @@ class TorchEngine(Engine):
         if not self.page:
             count = min(count, len(waiting))
             columns = max(r.prefix_len for r in waiting) + max(r.limit for r in waiting)
+            if self.device.type == "cuda":  # then a row must fit into --engine_share
+                count = self._pages(count, columns)
             cache = Rows(
                 self.config,
                 count,  # pages: the rows
@@ -633,7 +635,7 @@ class TorchEngine(Engine):
             cache = Pages(
                 self.kernel,
                 self.config,
-                self._pages(1 + count * width),  # 1: the page of empty slots
+                self._pages(1 + count * width, self.page),  # 1: the page of empty slots
                 self.page,  # tokens of a page
                 count,  # slots
                 width,  # pages of the longest response
@@ -644,12 +646,13 @@ class TorchEngine(Engine):
         self.slots.cache.clear()
         return self.slots
 
-    def _pages(self, wanted):
-        """Returns the number of pages: as many as wanted, or as many as fit into --engine_share of the GPU's
-        memory beside the weights and the sampler's logits. All memory is in bytes."""
+    def _pages(self, wanted, size):
+        """Returns the number of pages of `size` tokens: as many as wanted, or as many as fit into
+        --engine_share of the GPU's memory beside the weights and the sampler's logits. All memory is in
+        bytes."""
         c = self.config
         of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer: key and value
-        page_bytes = self.dtype.itemsize * self.page * c.num_hidden_layers * of_token
+        page_bytes = self.dtype.itemsize * size * c.num_hidden_layers * of_token
         weights = sum(p.nbytes for p in self.policy.parameters())
         logits = 4 * self.cfg.max_num_seqs * c.vocab_size  # fp32
         _, total = torch.cuda.mem_get_info(self.device)

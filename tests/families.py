@@ -169,7 +169,7 @@ def compare_engine(path: str, kind: str, pages: tuple[int, ...] = (0,)) -> float
                   stop=())
     dtype = torch.bfloat16 if Path(path).name == "qwen3_5" else torch.float32  # see delta_rule_in_fp32
     engine = rollout.ENGINES[kind](path, model.load_tokenizer(path), cfg, dtype=dtype)
-    engine.kernel, engine._pages = paged_attention, lambda wanted: wanted  # a CPU's memory is not shared out
+    engine.kernel, engine._pages = paged_attention, lambda wanted, size: wanted
     if kind == "vllm":
         KEPT.append(engine)
     policy, gap = model.load_policy(path), 0.0

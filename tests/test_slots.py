@@ -14,7 +14,7 @@ import data
 import dist
 import model
 from configs import PRESETS
-from engines.torch_engine import TorchEngine, uniforms
+from engines.torch_engine import Response, TorchEngine, uniforms
 
 KEY, VERSION = (0, 1, 0), 3
 # Prompts of 1 token, of exactly one and two pages of 8 tokens, around a page, and of more pages.
@@ -35,7 +35,7 @@ def make_engine(case, page=0, slots=5, look=4, **changes):
                               max_num_seqs=slots, pack_len=64, stop=(), **changes)
     engine = TorchEngine(case[0], case[1], cfg)
     engine.page, engine.look, engine.kernel = page, look, families.paged_attention
-    engine._pages = lambda wanted: wanted  # a CPU's memory is not shared out
+    engine._pages = lambda wanted, size: wanted  # a CPU's memory is not shared out
     return engine
 
 
@@ -113,15 +113,32 @@ def test_tokens_are_equal_whatever_the_pages_the_slots_and_the_looks_are(case):
                 assert (other[k].ids.tolist(), other[k].stopped) == (s.ids.tolist(), s.stopped)
 
 
+@pytest.mark.parametrize("page", [0, 8])
+def test_on_a_gpu_the_cache_takes_no_more_than_the_engines_share(case, page, monkeypatch):
+    """Also in fp32, where a page is a whole row. The share has room for half of all responses."""
+    waiting = [Response((0, j), (5,) * 32, 24) for j in range(64)]
+    engine = make_engine(case, page, slots=64)
+    every = sum(x.nbytes for x in engine._allocate(waiting).cache.layers)
+    del engine._pages
+    engine.unload()
+    engine.device = torch.device("cuda")
+    beside = engine.cfg.sampler_copies(on_gpu=True) * 4 * 64 * engine.config.vocab_size
+    beside += sum(p.nbytes for p in engine.policy.parameters())
+    total = (beside + every / 2) / engine.cfg.engine_share
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total))
+    cached = sum(x.nbytes for x in engine._allocate(waiting).cache.layers)
+    assert every / 3 < cached <= every / 2
+
+
 def test_responses_wait_for_free_pages(case, monkeypatch):
     """The cache has room for the pages of the longest request and little more."""
     requests, limits = requests_of(case)
     plain = sampled(make_engine(case, 8), case, requests, limits)
     engine = make_engine(case, 8)
-    monkeypatch.setattr(engine, "_pages", lambda wanted: 9)
+    monkeypatch.setattr(engine, "_pages", lambda wanted, size: 9)
     samples = sampled(engine, case, requests, limits)
     assert all(samples[k].ids.tolist() == s.ids.tolist() for k, s in plain.items())
-    monkeypatch.setattr(engine, "_pages", lambda wanted: 5)
+    monkeypatch.setattr(engine, "_pages", lambda wanted, size: 5)
     with pytest.raises(RuntimeError, match="no room for 46 tokens; needed: "):
         sampled(engine, case, requests, limits)
 
