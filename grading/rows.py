@@ -375,7 +375,10 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
     # In Skywork-OR1 the answer is a JSON list of one text: ["5"].
     inner = re.fullmatch(r'\["((?:[^"\\]|\\.)*)"\]', text)
     if inner and kind == "math":
-        return json.loads(f'"{inner[1]}"', strict=False)
+        with explained(
+            f"{where} has the answer {text!r:.80}", "a text, or a list of one text in JSON"
+        ):
+            return json.loads(f'"{inner[1]}"', strict=False)
     return text
 
 

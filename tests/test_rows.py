@@ -124,6 +124,7 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
     r'{"prompt": "1+1=", "answer": "\ufeff"}': "no answer",
     r'{"prompt": "1+1=", "answer": "[\"\"]"}': "no answer",
+    r'{"prompt": "1+1=", "answer": "[\"\\sqrt2\"]"}': r"""has the answer '["\\sqrt2"]' (JSONDecodeError: """,
     '{"prompt": SYSTEM_LAST, "answer": "2"}': "ends in a system turn",
     '{"prompt": NARRATOR, "answer": "2"}': "an unknown role",
     '{"prompt": [{"role": ["user"], "content": "x"}], "answer": "2"}': "an unknown role",
