@@ -349,17 +349,17 @@ def _set_aside(path, shape, start):
     rows = read_jsonl(path, shape)  # shape: METRICS or ALARM
     earlier = [row for row in rows if row["step"] < start]
     later = [row for row in rows if row["step"] >= start]
-    for row in later:
-        _append(path.with_suffix(".old.jsonl"), row)
+    if later:
+        _append(path.with_suffix(".old.jsonl"), *later)
     replace_text(path, _lines(earlier))
 
 
-def _append(path, row):
-    """Append the row as one line. If the disk is full, remove the incomplete line and raise OSError."""
-    line = _lines([row]).encode()
+def _append(path, *rows):
+    """Append each row as one line. If the disk is full, append nothing and raise OSError."""
+    text = _lines(rows).encode()
     with path.open("ab", buffering=0) as file:
         end = file.tell()
-        if file.write(line) < len(line):  # only a part was written
+        if file.write(text) < len(text):  # only a part was written
             file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

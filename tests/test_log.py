@@ -213,12 +213,14 @@ def test_a_start_that_cannot_write_loses_no_history(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_row_that_is_set_aside_follows_no_half_a_line(tmp_path):
+@pytest.mark.parametrize("room", [0.2, 1.2])  # for rows
+def test_a_row_that_is_set_aside_follows_no_half_a_line_and_is_set_aside_once(room, tmp_path):
     """As on a disk that was full at one start and has space at the next."""
     written(tmp_path, learning(4)).close()
     (tmp_path / "metrics.old.jsonl").write_text('{"step": 0}\n' * 410)
+    room *= len((tmp_path / "metrics.jsonl").read_bytes()) / 4  # bytes
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # room for 80 bytes of the row of step 2
+    resource.setrlimit(resource.RLIMIT_FSIZE, (410 * 12 + round(room), hard))
     try:
         with pytest.raises(UserError, match=f"can't write to {tmp_path} "):
             written(tmp_path, [], start=2)
