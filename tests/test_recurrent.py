@@ -249,5 +249,9 @@ def test_a_wrong_argument_of_a_chat_template_is_refused_in_one_line(word, folder
     with pytest.raises(UserError, match=f"--template_args {re.escape(word)}.*needed: NAME=VALUE") as e:
         data.set_arguments(with_switch(folder), (word,))
     assert "\n" not in str(e.value)
+    other = with_switch(folder)  # as of a model that tools.evaluate compares with an export
+    other.chat_template = "{{ messages }}"
+    with pytest.raises(UserError, match="; or --template_args without a value$"):
+        data.set_arguments(other, ("enable_thinking=false",))
     with pytest.raises(UserError, match="--template_args has no effect with --template orz"):
         replace(PRESETS["tiny-ppo"], template="orz", template_args=(word,))
