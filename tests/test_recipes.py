@@ -740,6 +740,11 @@ def test_a_full_disk_does_not_cost_the_scores(base, tiny, tmp_path, monkeypatch,
     message, = run_ranks(1, outcome_on_a_full_disk, argv)
     assert message.startswith("can't write to out (OSError: ") and "; needed: space there" in message
     assert re.search(r" avg@4 +\d\.\d{4} ", capfd.readouterr().out)
+    Path("long.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2", "id": "x" * 30_000}))
+    argv = [tiny, "long.jsonl", *EVAL, "--write_rows", "rate<=1", "hard.jsonl", "--out", "long"]
+    message, = run_ranks(1, outcome_on_a_full_disk, argv)
+    assert re.match("can't write hard.jsonl \\(OSError: .*; needed: space there$", message)
+    assert Path("long/scores.json").exists() and not Path("hard.jsonl").exists()
 
 
 def test_rows_are_written_by_the_first_model_also_if_grading_of_the_second_fails(tiny, tmp_path, monkeypatch):
@@ -748,6 +753,7 @@ def test_rows_are_written_by_the_first_model_also_if_grading_of_the_second_fails
     rows = [{"prompt": "1+1=", "answer": "2", "id": i} for i in (1, 2)]  # the second is a repeated row
     Path("one.jsonl").write_text("\n".join(map(json.dumps, rows)))
     Path("late.py").write_text("import os\ndef score(response):\n    print(file=open('calls', 'a'))\n"
+                               "    open('one.jsonl', 'w')\n"  # the user rewrites the data meanwhile
                                "    return 1 / (os.path.getsize('calls') < 5)")  # 4 responses of a model
     argv = [tiny, "second", "one.jsonl", *EVAL, "--reward", "late.py:score", "--write_rows", "rate<=1"]
     assert run_ranks(1, outcome, [*argv, "rows.jsonl", "--out", "out"]) == [""]

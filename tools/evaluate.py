@@ -50,6 +50,7 @@ from configs import (
     parse,
     prompt_form,
     read_json,
+    replace_text,
     require,
     show,
     user_errors,
@@ -443,19 +444,18 @@ def result_of(c: Candidate, engine: Engine, grader: Grader, scores: Scores) -> d
 # --- the evaluation
 
 
-def write_rows(c: Candidate, scores: Scores) -> str:
+def write_rows(c: Candidate, scores: Scores, stored: Mapping[str, Mapping[int, Any]]) -> str:
     """Write the data rows whose avg@n, `rate`, meets the condition of --write_rows. Returns a line that says
-    how many rows these are."""
+    how many rows these are. stored: name of an evaluation set -> row number -> row"""
     condition, file = c.cfg.write_rows
     rows = []
     for name, problems in c.sets.items():
-        # Read again: with the fields in the problems, other rows would count as repeated.
-        stored = dict(read_rows(local_file(problems[0].file)))  # row number -> row
         rates, *_ = scores[name].values()  # the first metric is avg@n
         for problem, rate in zip(problems, rates, strict=True):
             if eval(condition, {"rate": rate}):  # CONDITION allows nothing but a comparison
-                rows.append(f"{as_json(stored[problem.row])}\n")
-    Path(file).write_text("".join(rows))
+                rows.append(f"{as_json(stored[name][problem.row])}\n")
+    with explained(f"can't write {file}", "space there", OSError):
+        replace_text(Path(file), "".join(rows))
     return f"{len(rows)} rows with {condition} in {file}"
 
 
@@ -484,6 +484,12 @@ def evaluate_all(
     """Evaluate the models one after the other. Rank 0 saves and prints the results. Consecutive models with
     the same engine_key use one engine."""
     first = candidates[0]
+    stored = {}  # see write_rows
+    if world.main and first.cfg.write_rows:
+        # Read again: with the fields in the problems, other rows would count as repeated. And now, because
+        # the files may change during the evaluation.
+        for name, problems in first.sets.items():
+            stored[name] = dict(read_rows(local_file(problems[0].file)))
     engine = None
     results = []
     for i, (c, folder) in enumerate(zip(candidates, folders, strict=True)):
@@ -510,7 +516,7 @@ def evaluate_all(
                 (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
                 write_jsonl(folder / "samples.jsonl", rows)
                 if c is first and c.cfg.write_rows and not errors:
-                    say(write_rows(c, scores))
+                    say(write_rows(c, scores, stored))
         require(
             not errors or not c.cfg.write_rows or c is not first,
             "--write_rows has written nothing, because grading failed",
