@@ -156,10 +156,16 @@ def check_fit(case: plan.Case, say: Say) -> plan.Plan:
 
 def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
-    # Folders that the run will delete count as free: its old checkpoints, and parts that a killed run left
+    # Folders that the run will delete count as free: its old checkpoints, and parts that a killed run left.
+    # It keeps links, and what they lead to.
     ours = re.compile(rf"\.?{ckpt.STEP.pattern}(\..*\.part)?")
-    files = [f for f in folder.glob("ckpt/*/*") if ours.fullmatch(f.parent.name) and f.is_file()]
-    used = sum(f.stat().st_size for f in files)
+    used = sum(
+        file.stat().st_size
+        for old in folder.glob("ckpt/*")
+        if ours.fullmatch(old.name) and not old.is_symlink()
+        for file in old.glob("*")
+        if file.is_file()
+    )
     free = shutil.disk_usage(folder).free + used
     require(
         free >= needed,

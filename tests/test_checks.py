@@ -211,6 +211,7 @@ def test_a_run_that_goes_on_after_the_grace_period_is_ended():
                                        ("step_000004-copy", False), ("my_step_000004", False)])
 def test_the_space_of_old_checkpoints_is_free_and_that_of_a_users_copies_is_not(tmp_path, name, free):
     (tmp_path / "ckpt" / name).mkdir(parents=True)
+    (tmp_path / "ckpt/step_000002").symlink_to(name)  # a run deletes no link, and not what it leads to
     with (tmp_path / "ckpt" / name / "shard-00000.safetensors").open("w") as file:
         file.truncate(2**40)  # takes no space
     said = ranks.message_of(check_space, tmp_path, shutil.disk_usage(tmp_path).free + 2**39)
