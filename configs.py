@@ -1174,7 +1174,7 @@ def data_file(path: str) -> Path:
     if its name does not end in one of DATA_FILES."""
     file = Path(path)
     require(
-        exists(file) and file.is_file() and path.endswith(DATA_FILES),
+        is_file(file) and path.endswith(DATA_FILES),
         f"no data file {path}",
         f"files {', '.join(DATA_FILES)} with spaces between (CSV: docs/forking.md), "
         "or OWNER/NAME:FILE",
@@ -1207,7 +1207,7 @@ def prompt_form(template: str) -> str:
     if template in TEMPLATES:
         return TEMPLATES[template]
     require(
-        exists(Path(template)) and Path(template).is_file(),
+        is_file(Path(template)),
         f"no template {template!r}",
         "--template orz, plain, chat or a text file with {problem}",
     )
@@ -1293,6 +1293,11 @@ def if_there(work: Callable[[Path], T], path: Path) -> T | None:
 def exists(path: Path) -> bool:
     """Returns whether a file or folder has this path. Raises UserError as `if_there` does."""
     return if_there(os.stat, path) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Returns whether a file has this path. Raises UserError as `if_there` does."""
+    return exists(path) and path.is_file()
 
 
 def names_in(folder: Path) -> list[str]:

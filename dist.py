@@ -179,7 +179,7 @@ def fresh_store(rank: int, size: int, timeout: datetime.timedelta) -> td.Store:
     It stops when every rank has written under its prefix. Then all ranks have read the same nonces."""
     address = os.environ["MASTER_ADDR"]
     line = f"rank {rank} waits for rank 0 of {size} at {address}"
-    timer = threading.Timer(WAIT, print, [line])
+    timer = threading.Timer(WAIT, print, [line], {"file": sys.stderr})
     timer.daemon = True
     timer.start()
     store = td.TCPStore(

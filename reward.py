@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, checked, exists, explained, nearest, require, run_command
+from configs import Config, checked, explained, is_file, nearest, require, run_command
 from grading.answers import KINDS, extract
 from grading.rows import dataset_of, gold_answer, read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
@@ -249,7 +249,7 @@ def check_function(spec: str) -> None:
     """Raises UserError if the file of FILE.py:FUNCTION can't be read, or lacks the function's name."""
     file, _, name = spec.rpartition(":")
     require(
-        exists(Path(file)) and Path(file).is_file(),
+        is_file(Path(file)),
         f"{spec!r} names no function in a file that exists",
         SPEC,
     )

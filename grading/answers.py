@@ -1587,7 +1587,7 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
         decimal. None means 1e-6. If `gold` is an integer, no difference is allowed. For an answer such as
         1.83\pi, the limit is 1e-12 unless `gold` has a decimal point."""
     from math_verify import verify
-    from sympy import Abs, Dummy, Eq, cancel, ceiling, floor, nan, numer, together
+    from sympy import Eq, cancel, ceiling, floor, nan, numer, together
 
     if r"\ln" in answer + gold:  # beside \ln, \log is the natural logarithm, too
         answer, gold = (re.sub(r"\\log(?!_)", r"\\ln", text) for text in (answer, gold))
@@ -1626,19 +1626,25 @@ def math_equal(answer: str, gold: str, tolerance: float | None = None) -> bool:
                 return left - right == 0
             x = next(letter for letter in letters if letter.name != "C")
             left, right = left.diff(x), right.diff(x)
-        # Letters are positive if both sides have roots: \sqrt{\frac ab} equals \frac{\sqrt a}{\sqrt b}. But
-        # \sqrt{x^2} does not equal x.
-        if all(side.find(_is_root) for side in (left, right)) and not right.has(Abs):
-            positive = {letter: Dummy(letter.name, positive=True) for letter in letters}
-            left, right = (side.xreplace(positive) for side in (left, right))
+        left, right = _with_positive_letters(left, right)
         return verify(right, left, timeout_seconds=None, raise_on_error=True)
     # too large to compute, or not a number (TypeError): counts as wrong
     except (RecursionError, MemoryError, OverflowError, TypeError):
         return False
 
 
-def _is_root(node):
-    return node.is_Pow and not node.exp.is_integer
+def _with_positive_letters(*sides):
+    r"""Returns the two sides. If both have roots, their letters become positive: \sqrt{\frac ab} equals
+    \frac{\sqrt a}{\sqrt b}. But \sqrt{x^2} does not equal x."""
+    from sympy import Abs, Dummy, Pow
+
+    for side in sides:
+        roots = [power for power in side.atoms(Pow) if not power.exp.is_integer]
+        if not roots or side.has(Abs):
+            return sides
+    letters = set().union(*(side.free_symbols for side in sides))
+    positive = {letter: Dummy(letter.name, positive=True) for letter in letters}
+    return [side.xreplace(positive) for side in sides]
 
 
 def _same_value(a, b, limit, decimal):
