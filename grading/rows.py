@@ -56,8 +56,8 @@ MOST_ERRORS = 10  # wrong rows that one message names
 # Names of fields that belong to the question. The last line has names of choices: option_a, answer_choices.
 OF_QUESTION = re.compile(
     r"(body|passage|context|ctx|article|paragraph|story|document|premise|background|"
-    r"table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|\d+)?|"
-    r"(op|option_?|choice_?)?[a-e]|(answer|question)_(choice|option)s"
+    r"table|image|figure|video|audio|input)(s|_?(text|url|path|file)s?|_?\d+)?|"
+    r"[a-e]|(op|option|choice)_?([a-e]|\d+)|(answer|question)_(choice|option)s"
 )
 # Names of fields that no prompt needs, such as question_type: one of these words is a part of the name.
 # Underscores divide a name into parts.

@@ -612,8 +612,8 @@ ROW_OF = {"question": "How many are in it?", "answer": "10"}
 
 @pytest.mark.parametrize("name", """body Body passage passages context contexts CONTEXT context_text ctx
     article articles paragraph paragraphs story document documents premise background table image images
-    image1 image_url image_path figure video audio input input_text A e opa option_a optionA choice_b c
-    answer_choices question_options""".split())
+    image1 image_2 image_url image_path figure video audio input input_text A e opa option_a optionA choice_b
+    c option1 option_10 choice2 answer_choices question_options""".split())
 @pytest.mark.parametrize("value", ["A crate holds four pears.", ["a.png"], {"text": "x y"}, 7, "10"])
 def test_a_field_of_the_question_that_the_prompt_lacks_is_refused(name, value, tokenizer, tmp_path):
     """The name says that the field belongs to the question: a passage, a picture, a choice in its field."""
