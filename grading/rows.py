@@ -245,12 +245,13 @@ def _texts(value):
 def _fields(row):
     """Returns the row as a dict. In Open-Reasoner-Zero a row is a list of turns, and one turn has
     the gold answer."""
-    if not isinstance(row, list):
-        return row if isinstance(row, dict) else {}
-    turns = [turn for turn in row if isinstance(turn, dict)]
-    golds = [turn["ground_truth"] for turn in turns if "ground_truth" in turn]
+    if isinstance(row, dict):
+        return row
+    if not isinstance(row, list) or not all(isinstance(turn, dict) for turn in row):
+        return {}
+    golds = [turn["ground_truth"] for turn in row if "ground_truth" in turn]
     return {
-        "prompt": [turn for turn in turns if "ground_truth" not in turn],
+        "prompt": [turn for turn in row if "ground_truth" not in turn or "value" in turn],
         "answer": golds[0] if len(golds) == 1 else None,
     }
 

@@ -81,6 +81,8 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     # format of ORZ
     '[{"from": "human", "value": "1+1="}, {"from": "assistant", "ground_truth": {"value": "2"}}]':
         (Q, "2", "math"),
+    '[{"from": "human", "value": "1+1=", "ground_truth": {"value": "2"}}]': (Q, "2", "math"),
+    '[{"value": "1+1="}, {"from": "gpt", "value": "2!", "ground_truth": {"value": "2"}}]': (Q, "2", "math"),
     '{"prompt": [{"from": "user", "value": "1+1="}], "final_answer": "2"}': (Q, "2", "math"),
     '{"prompt": [{"from": "user", "value": "1+1=\\nA. x\\nB. y"}], "final_answer": "B", '
     '"choices": {"A": "x", "B": "y"}}': ("1+1=\nA. x\nB. y", "B", "choice"),
@@ -119,6 +121,7 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
        ('""', '{"role": "user"}', "ASSISTANT", "BLANK", r'"\u200b"')},
     '[{"value": "1"}, {"ground_truth": {"value": "1"}}, {"value": "2"}, {"ground_truth": {"value": "2"}}]':
         "no answer as text (found: [{",  # the first answer would be missing in the prompt
+    '["A box", {"value": "1"}, {"ground_truth": {"value": "1"}}]': "no problem as text (found: ['A box'",
     '{"prompt": 5, "answer": "2"}': "no problem as text (found: 5)",
     '{"prompt": "x", "answer": ["1", "2"]}': "no answer as text (found: ['1', '2'])",
     '{"prompt": ["x"], "answer": "2"}': "a turn without text",
