@@ -167,7 +167,8 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     turns = _turns(problem, where)
     _check_text(turns[-1][1] if turns else None, "problem", problem, row, where)
     choices = _choices(fields, where)
-    if choices and _first(fields, *ANSWER) is None:
+    # [:-1]: `solution` may be an explanation
+    if choices and _first(fields, *ANSWER[:-1]) is None:
         fields = fields | {"answer": _first(fields, "label", "answerKey")}
     gold = _gold(fields)
     kind = fields.get("reward")
@@ -179,7 +180,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     if kind == "choice" and choices:
         role, text = turns[-1]
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
-        answer = _letter_of(gold, choices, fields, where)
+        answer = _letter_of(choices, fields, where)
     else:
         answer = gold_answer(fields, kind, where)
         # A number may be the index of the right choice. Then a response with this choice's text would count
@@ -192,7 +193,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
     _check_text(answer, "answer", gold, row, where)
     dataset = dataset_of(fields, where)
     unused = _unused(fields, problem, turns, where)
-    differs = not choices and _differs(fields, answer, kind)
+    differs = _differs(fields, answer, kind, choices)
     return Row(turns, answer.strip(INVISIBLE), kind, dataset, unused, differs)
 
 
@@ -383,13 +384,16 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
     return text
 
 
-def _differs(fields, answer, kind):
+def _differs(fields, answer, kind, choices):
     """Returns whether another field of the row has a gold answer that is certainly not equal to `answer`."""
-    # Rows with one field each, because `gold_answer` reads the first field of a row.
+    # Rows with one gold answer each, because `gold_answer` reads the first one of a row.
     golds = [{name: fields[name]} for name in ANSWER if fields.get(name) is not None]
     for gold in golds[1:]:  # `answer` is from the first one
         with suppress(UserError):  # a solution without a boxed answer
-            other = gold_answer(gold, kind, "")
+            if kind == "choice" and choices:
+                other = _letter_of(choices, gold | {"choices": choices}, "")
+            else:
+                other = gold_answer(gold, kind, "")
             if other and other != answer and quick_grade(other, answer, kind) is False:
                 return True
     return False
@@ -476,11 +480,12 @@ def _with_choices(text, choices, where):
     return "\n".join(lines)
 
 
-def _letter_of(gold, choices, fields, where):
+def _letter_of(choices, fields, where):
     """Returns the letter of the right choice. Raises UserError unless the gold answer fits exactly one.
 
-    gold: an index from 0, a letter, ARC's label, or the text of a choice
-    choices: letter -> text"""
+    choices: letter -> text
+    fields: the row; its gold answer is an index from 0, a letter, ARC's label, or the text of a choice"""
+    gold = _gold(fields)
     text = (gold_answer(fields, "choice", where) or "").strip()
     raw = _first(fields, "choices", "options")  # as the row has them
     labels = raw.get("label") if isinstance(raw, dict) else ()

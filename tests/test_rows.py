@@ -656,7 +656,10 @@ def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, 
     ({"answer": r"\frac{1}{2}", "solution": r"So \boxed{0.5}."}, False),
     ({"answer": "41", "solution": "So it is 42."}, False),  # a solution without a box may be anything
     ({"answer": 42, "ground_truth": ["42"], "solution": "We add.\n#### 42"}, False),
-    ({"choices": ["41", "42"], "answer": 1, "solution": r"So \boxed{B}."}, False)])
+    ({"choices": ["41", "42"], "answer": 1, "solution": r"So \boxed{B}."}, False),
+    ({"choices": ["41", "42"], "answer": 1, "ground_truth": "A"}, True),
+    ({"choices": ["41", "42"], "answerKey": "B", "solution": r"So \boxed{41}."}, True),
+    ({"choices": ["41", "42"], "answerKey": "B", "solution": "We add, so it is 42."}, False)])
 def test_gold_answers_that_differ_are_told(row, differs, tokenizer, tmp_path):
     _, (*lines, _) = told_of([ROW_OF | {"answer": "7"}, {"prompt": "40+2="} | row], tokenizer, tmp_path)
     assert lines == ["two fields have different gold answers in 1 of 2 rows, first in row 2"] * differs
