@@ -62,7 +62,7 @@ OF_QUESTION = re.compile(
 # Names of fields that no prompt needs, such as question_type: one of these words is a part of the name.
 # Underscores divide a name into parts.
 QUIET = re.compile(
-    r"^(choices|options|messages)$|(^|_)sources?$|"
+    r"^messages$|(^|_)sources?$|"
     r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
     r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
     r"meta|metadata|version|model|rate|score|count|reward|dataset|"
@@ -181,6 +181,7 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
         role, text = turns[-1]
         turns = (*turns[:-1], (role, _with_choices(text, choices, where)))
         answer = _letter_of(choices, fields, where)
+        fields = fields | {"choices": None, "options": None}  # the prompt shows them
     else:
         answer = gold_answer(fields, kind, where)
         # A number may be the index of the right choice. Then a response with this choice's text would count
@@ -198,16 +199,24 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _unused(fields, problem, turns, where):
-    """Returns (name, hash of the value) for each field of the row, or of a turn, with a text that no prompt
-    shows. Raises UserError if the name of such a field is in OF_QUESTION. Leaves out other fields whose name
-    is in QUIET.
+    """Returns (name, hash of the value) for each field of the row, of a turn or of a gold answer with a text
+    that no prompt shows. Raises UserError if the name of such a field is in OF_QUESTION. Leaves out other
+    fields whose name is in QUIET.
 
     problem: the value of the problem's field
     turns: (role, content) of each turn that the prompt shows, read from `problem`
     where: file and row, for messages"""
     every = [*fields.items()]  # (name, value) of all fields
-    for turn in problem if isinstance(problem, list) else ():
-        every += [(name, value) for name, value in turn.items() if name not in TURN]
+    # A gold answer that is a dict may have a tolerance, or more right answers.
+    for part in (_first(fields, *ANSWER), *(problem if isinstance(problem, list) else ())):
+        if isinstance(part, dict):
+            every += [(name, value) for name, value in part.items() if name not in TURN]
+    contents = [content for _, content in turns]
+    # They may stand beside the problem's field. UserError: turns of another format
+    with suppress(UserError):
+        for role, text in _turns(fields.get("messages"), where):
+            if text not in contents:
+                every.append((f"messages: {role}", text))
     found = []
     shown = ""
     for name, value in every:
@@ -217,7 +226,7 @@ def _unused(fields, problem, turns, where):
             continue
         # Join the prompt's texts only when a field needs them: most rows have no such field, and prompts may
         # be long.
-        shown = shown or "".join(_texts([content for _, content in turns]))
+        shown = shown or "".join(_texts(contents))
         if all(text in shown for text in _texts(value)):  # also if the value has no text
             continue
         require(

@@ -637,6 +637,19 @@ def test_a_field_of_a_turn_is_as_a_field_of_the_row(more, error, tokenizer, tmp_
         assert lines == ([told] if error is None else [])
 
 
+@pytest.mark.parametrize("row,told", [
+    ({"answer": {"value": "10", "aliases": ["ten"]}}, "'aliases' (1)"),  # TriviaQA
+    ({"answer": None, "reward_model": {"ground_truth": "10", "style": "rule", "error": 1}}, "'error' (1)"),
+    ({"messages": json.loads(said(("system", "Base 7."), ("user", ROW_OF["question"]), ("assistant", "x")))},
+     "'messages: system' (1)"),
+    ({"messages": json.loads(said(("user", ROW_OF["question"]), ("assistant", "x")))}, None),  # NuminaMath
+    ({"choices": ["10", "11"], "reward": "math"}, "'choices' (1)"),
+    ({"choices": {"text": ["10", "11"], "label": ["1", "2"]}}, None)])
+def test_parts_of_a_row_that_neither_prompt_nor_grader_reads_are_told(row, told, tokenizer, tmp_path):
+    *lines, _ = told_of([ROW_OF | row], tokenizer, tmp_path)[1]
+    assert lines == [f"fields that no prompt shows, and their numbers of rows: {told}"] * bool(told)
+
+
 @pytest.mark.parametrize("row", [
     {"passage": "Two   pears.\n", "question": "Two pears. How many?"}, {"passage": None}, {"passage": ""},
     {"passage": " \n"}, {"passage": False}, {"passage": []}, {"passage": {}}, {"passage": float("nan")},
@@ -669,7 +682,7 @@ def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
     quiet = """id ID idx index uuid problem_id unique_id source sources data_source source_dataset url level
         difficulty type problem_type question_type subject topic category domain tags split license language
         ability style extra_info metadata model llama8b_solve_rate pass_rate score correctness_count
-        is_reasoning_complete correctness_math_verify solution rationale explanation generations messages
+        is_reasoning_complete correctness_math_verify solution rationale explanation generations
         answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
     told = "question_concat unit hint facts system_prompt equation name source_text message mc_choices"
     fields = {name: "not shown" for name in f"{quiet} {told}".split()} | {"ground_truth": ROW_OF["answer"]}
