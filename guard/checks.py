@@ -35,6 +35,7 @@ from configs import (
 )
 from data import Problem, Sample
 from grading.answers import grade, readers
+from grading.rows import WORD
 from grading.worker import MAX_ANSWER, Grader
 from guard.identity import VERSIONS, check_same, source_of
 from guard.lock import FolderLock
@@ -224,13 +225,16 @@ GOLD_SAMPLE = 2_000  # maximum number of gold answers to check, drawn at random
 GOLD_LIMIT = 0.01  # a run does not start if more than this share can't be graded
 # A warning names the most frequent gold answer if a larger share of the problems has it.
 COMMON = 0.05
-# A text that stands where a gold answer is missing. NuminaMath-1.5 has "proof" and "notfound".
+# A text that stands where a gold answer is missing, such as "proof" and "notfound" in NuminaMath-1.5; and the
+# start of an object or of a whole response.
 PLACEHOLDER = re.compile(
     r"(\\(text|mathrm|boxed)\{|[\s$(\[{<])*(proof|proven|not.?(found|available)|"
     r"missing|(no|the)?.?answer|see .*(solution|proof|above)|none|null|nan|n/a|"
-    r"tbd|todo|\?+|\.{2,}|…|-{2,})[\s$)\]}>.]*",
-    re.IGNORECASE,
+    r"tbd|todo|\?+|\.{2,}|…|-{2,})[\s$)\]}>.]*|"
+    r"""(\{\s*["'][^"']*["']\s*:|<(answer|think)>).*""",
+    re.IGNORECASE | re.DOTALL,
 )
+MOST_WORDS = 15  # a gold answer with more words is a worked solution, as in Orca-Math
 
 
 def check_gold(
@@ -298,7 +302,7 @@ def ungradable(
 
     - is empty or longer than MAX_ANSWER characters
     - is not a letter, although its kind is "choice"
-    - is a PLACEHOLDER, and its kind is "math"
+    - is a PLACEHOLDER, or has more than MOST_WORDS words, and its kind is "math"
     - has kind "math", and the grader raises an error or times out when it compares a test answer with it"""
     bad = []
     for i in indices:
@@ -308,7 +312,9 @@ def ungradable(
             bad.append(i)
         elif kind == "choice" and not grade(gold, gold, kind):  # not a letter
             bad.append(i)
-        elif kind == "math" and PLACEHOLDER.fullmatch(gold):
+        elif kind == "math" and (
+            PLACEHOLDER.fullmatch(gold) or len(WORD.findall(gold)) > MOST_WORDS
+        ):
             bad.append(i)
         elif kind == "math":
             # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.

@@ -779,13 +779,16 @@ def test_copied_rows_cost_little(form, tokenizer, tmp_path, monkeypatch):
 PLACEHOLDERS = ["proof", "Proof", "proof.", "notfound", "NotFound", "not found", r"\text{proof}", "$proof$",
                 "N/A", "n/a", "nan", "null", "None", "???", "...", "…", "--", "[missing]", "<answer>",
                 "see solution", "See the solution above", "No answer", "TBD", r"\boxed{proof}", "(proof)",
-                "not_available", "todo"]
+                "not_available", "todo", "<answer> 3 </answer>", '{"value": "4"}', "{'inputs': ['1']}",
+                "If he is in 5th place, then 4 people crossed the line before him. So the number of people "
+                "who crossed the finish line faster than he did is 4."]
 REAL = ["-", "+", "<", "=", r"\infty", "∞", r"\emptyset", "∅", "Na", "undefined", "no solution", "()", "0",
-        "N", "proofs", "na", "x_n", "nano", r"\text{nanometer}", "unknown", "yes", "?x", "1..2"]
+        "N", "proofs", "na", "x_n", "nano", r"\text{nanometer}", "unknown", "yes", "?x", "1..2",
+        "{1: 2}", r"\{'a','b'\}", "<3", "Alice wins if $n$ is even, and Bob wins if all the others are odd"]
 
 
 @pytest.mark.parametrize("text", [*PLACEHOLDERS, *REAL])
-def test_a_placeholder_as_gold_answer_cannot_be_graded(text):
+def test_a_placeholder_or_a_solution_as_gold_answer_cannot_be_graded(text):
     problem = data.Problem("p", (1,), text)
     with Grader(workers=1, deadline=20) as grader:
         grader.submit = lambda *rest: None  # what math-verify says of the text is no matter here
