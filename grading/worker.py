@@ -60,6 +60,7 @@ MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
 LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
+SLOW = "a larger --grade_deadline, or `seconds = …` in its file"  # for slow functions
 TELL = 10  # seconds between a Grader's messages about what it waits for
 SCORE = "response answer kind problem row sample".split()  # parameters that a reward may have
 # For an error message, because the function may be one for verl or TRL: their names of these parameters, and
@@ -145,7 +146,8 @@ _live = {}  # seed of a response -> its environment with state, and the policy's
 def _rewarded(value):
     """Returns a pair: `value`, which a reward function returned, as a float; and its reason (`reason_of`).
     Raises an error if the value is not a finite float32."""
-    if not hasattr(value, "__float__"):  # float() would also read a text
+    # float() would also read a text. numpy's texts have __float__.
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"the reward is {value!r:.80}; needed: a number")
     reward = float(value)
     if not abs(reward) <= LARGEST:  # also for NaN
@@ -827,6 +829,9 @@ class Grader(AbstractContextManager):
             self.errors.setdefault((kind, server.spec), error)
         if server is self.comparisons:
             return
+        if reason == "timeout":
+            message = f"Timeout: a call of {server.spec} took too long; needed: {SLOW}"
+            self.errors.setdefault((reason, server.spec), message)
         # The run ends if a user's function is late too often.
         late = reason == "timeout" or "WorkerDied" in (error or "")
         if late or key is not None:  # None: a call of `release`, which seldom calls the user's code
@@ -835,8 +840,7 @@ class Grader(AbstractContextManager):
         if server.late >= max(LATE, 2 * server.facts["parallel"]):
             self.failure = (
                 f"{server.spec} timed out or ended its process {server.late} times "
-                "in a row; needed: a function that returns in time and ends no process, "
-                "a larger --grade_deadline, or `seconds = …` in its file"
+                f"in a row; needed: a function that returns in time and ends no process, {SLOW}"
             )
 
 

@@ -310,10 +310,13 @@ def test_custom_reward(custom):
     assert all(g.reward == 0 for g in grades.values() if g.reason in ("error", "timeout"))
     assert grades["return 3.4028234e38"].reward == 3.4028234e38
     assert f"LookupError: a b c ({spec[:-6]}, line 8)" in grader.new_errors()
+    assert grader.errors["timeout", spec] == (
+        f"Timeout: a call of {spec} took too long; needed: a larger --grade_deadline, or `seconds = …` in "
+        "its file")
     assert re.match("WorkerDied: the process ended with status (0|3|255|-9|-11) while grading",
                     grader.errors["WorkerDied", spec])
     assert {kind for kind, _ in grader.errors} == {
-        "LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError", "OverflowError"}
+        "LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError", "OverflowError", "timeout"}
 
 
 # A reward file (mine.py) and its imports. mine.py must not get torz's own configs.py and answers.py.
@@ -784,9 +787,9 @@ def test_a_function_with_kwargs_gets_all_arguments(custom, parameters):
         assert grader.results()[0].reward == 1.0
 
 
-@pytest.mark.parametrize("value", ["'1.0'", "None", "(1.0,)", "{'score': 1.0}"])
+@pytest.mark.parametrize("value", ["'1.0'", "None", "(1.0,)", "{'score': 1.0}", "np.str_('1.0')"])
 def test_what_is_no_number_is_no_reward_and_is_shown(custom, value):
-    spec = custom(f"def score(response): return {value}")
+    spec = custom(f"import numpy as np\ndef score(response): return {value}")
     with Grader(customs=[spec]) as grader:
         grader.submit(0, boxed("5"), "5", True, custom=spec)
         assert grader.results()[0].reason == "error"

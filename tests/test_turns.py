@@ -158,7 +158,7 @@ def test_an_environment_that_fails_is_a_reason(env):
     """Each function fails twice, in one server."""
     with Grader(workers=2, deadline=0.5, env=f"{env}:called") as grader:
         for name, reason, message in (
-                ("hangs", "timeout", None), ("raises", "error", "KeyError: 1"),
+                ("hangs", "timeout", "Timeout: "), ("raises", "error", "KeyError: 1"),
                 ("drowns", "error", "ValueError: the environment's text has 100000000 characters"),
                 ("exits", "error", "WorkerDied"), ("lies", "error", "ValueError: the reward is nan"),
                 ("mumbles", "error", "TypeError: --env returned 3.5; needed: a text, None or (text, rew"),
@@ -170,7 +170,7 @@ def test_an_environment_that_fails_is_a_reason(env):
                 grader.ask(i, [f"{i}"], problem=name)
             assert grader.results() == dict.fromkeys(range(2), Grade(0.0, reason, None)), name
             errors = grader.errors.values()
-            assert bool(errors) == bool(message) and all(x.startswith(message) for x in errors), errors
+            assert errors and all(x.startswith(message) for x in errors), errors
 
 
 def test_one_failure_is_that_trajectorys_alone(env):
@@ -330,7 +330,7 @@ def test_a_failing_environment_ends_the_trajectory_and_nothing_else(tiny, env, p
     tiny = str(tiny)
     samples, errors = sampled(tiny, f"{env}:{name}", grade_deadline=0.3, samples_per_prompt=1)
     firsts = [s for s in plain if s.sample_id == 0]
-    assert any(s.stopped for s in firsts) and bool(errors) == (reason == "error")
+    assert any(s.stopped for s in firsts) and errors
     for first, s in zip(firsts, samples, strict=True):
         assert s.ids.tolist() == first.ids.tolist() and s.turns == 1 and s.reward == 0
         assert s.reason == (reason if first.stopped else "truncated")
