@@ -1163,7 +1163,7 @@ def on_meta(kind: type, path: str) -> PackModel:
     require(
         not wrong,
         f"config.json and weights of {path} differ in {', '.join(wrong[:2])}",
-        "a folder that save_pretrained has written",
+        "a folder that save_pretrained has written, and a critic only as --critic_model",
     )
     tied = "lm_head.weight", "model.embed_tokens.weight"
     if kind is Policy and config.tie_word_embeddings and tied[0] in model.names:

@@ -111,7 +111,7 @@ ON_RANKS = {
     "a cut tokenizer": ("--model no_words", "the tokenizer in no_words can't be read (JSONDecodeError: "),
     "cut weights": ("--model cut", "cut/*.safetensors can't be read (SafetensorError: "),
     "weights of another shape": ("--model wide", "config.json and weights of wide differ in model."),
-    "a critic as policy": ("--model critic", "of critic differ in score.weight [1, "),
+    "a critic as policy": ("--model critic", ", and a critic only as --critic_model"),
     "a reward's text": ("--reward cut.py:f", "can't use cut.py:f (IndentationError: "),
     "rewards without spaces": ("--reward math,format", "needed: --reward with some of, and spaces between"),
     "a model without safetensors": ("--model pickled", "has no .safetensors files; needed: weights saved by"),
