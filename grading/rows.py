@@ -554,7 +554,15 @@ def _decoded(row, where):
     if not isinstance(row, bytes):
         return row
     with explained(f"{where} can't be read", READABLE):
-        return json.loads(row.decode("utf-8-sig").rstrip())
+        return json.loads(row.decode("utf-8-sig").rstrip(), object_pairs_hook=_object)
+
+
+def _object(pairs):
+    """Returns a JSON object as a dict. Raises ValueError if a key comes twice: json would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a key twice among {[key for key, _ in pairs]}")
+    return found
 
 
 def _arrow_rows(file):

@@ -155,7 +155,8 @@ REFUSED = {**{line: "no problem" for line in ("[1, 2]", "5", '"text"', "null", "
     # With the reward "choice", a number may be an index. With "math" or "exact", it must be a choice's text.
     '{FOUR, "answer": 1, "reward": "math"}': "none of its choices",
     '{FOUR, "answer": 3.0, "reward": "exact"}': "none of its choices",
-    **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', "oops", "[" * 100_000], "can't be read")}
+    **dict.fromkeys(['{"prompt": "1+1=", "answer": "2"', '{"prompt": "A", "prompt": "1+1=", "answer": "2"}',
+                     "oops", "[" * 100_000], "can't be read")}
 
 
 def load(path, tokenizer, cfg=CFG, **kwargs) -> list[data.Problem]:
