@@ -12,7 +12,7 @@ import random
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +328,11 @@ def ungradable(
 # --- the first responses
 
 
+def readers_of(texts: Iterable[str]) -> list[str]:
+    """Returns the names of the extractors that find an answer in a response, for all responses."""
+    return [name for text in texts for name in readers(text) if name != "whole"]
+
+
 def first_look(
     cfg: Config,
     tokenizer: Any,
@@ -358,11 +363,8 @@ def first_look(
     found = f"of the first {len(rewards)} responses: {graded}"
     if errors:
         found += f"; first error: {ascii(errors[0])[1:-1]}"  # without the quotes
-    readable = []  # names of extractors that find an answer where --extractor finds none
-    for s in samples:
-        if s.reason == "unparsed":
-            readable += [name for name in readers(s.policy_text) if name != "whole"]
-    others = Counter(dist.gather_all(readable)).most_common()
+    unread = [s.policy_text for s in samples if s.reason == "unparsed"]
+    others = Counter(dist.gather_all(readers_of(unread))).most_common()
     # Whether many responses have an answer that --extractor does not find. With --env that does not matter if
     # there are rewards.
     lost = reasons["unparsed"] > len(rewards) / 20 and not (cfg.env and any(rewards))

@@ -760,6 +760,17 @@ def test_rows_are_written_by_the_first_model_also_if_grading_of_the_second_fails
     assert read_jsonl(Path("rows.jsonl")) == rows[:1] and len(list(Path("out").iterdir())) == 2
 
 
+def test_an_evaluation_tells_that_another_extractor_finds_answers(tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    argv = [tiny, "one.jsonl", *EVAL, "--stop", "1", "2", "3", "4"]  # so responses end in a number
+    for name in "gsm8k", "whole":
+        assert run_ranks(1, outcome, [*argv, "--extractor", name, "--out", name]) == [""]
+        unread = sum(row["reason"] == "unparsed" for row in read_jsonl(Path(name, "samples.jsonl")))
+        said = f"!! --extractor finds no answer in {unread} of 4 responses\nanswers that another --extractor "
+        assert (said in capfd.readouterr().out) == (name == "gsm8k") == (unread > 0)
+
+
 def test_an_evaluation_with_gold_answers_that_cannot_be_graded_is_refused(tiny, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"{answer}?", "answer": answer, "reward": "choice"} for answer in ("A", "B", "no")]

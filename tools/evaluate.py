@@ -30,6 +30,7 @@ import re
 import statistics
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -248,7 +249,7 @@ from data import set_template
 from engine import Engine
 from grading.rows import as_json, local_file, read_rows
 from grading.worker import Grader
-from guard.checks import check_gold
+from guard.checks import check_gold, readers_of
 from guard.identity import (
     VERSIONS,
     Facts,
@@ -510,6 +511,11 @@ def evaluate_all(
         errors = sorted(set(dist.gather_all(grader.new_errors())))
         lines = ["", c.cfg.model, "", *score_table(result["sets"]), "", f"in {folder}"]
         lines += [f"!! grading failed, and the reward is 0: {error!a}" for error in errors]
+        unread = [row["response"] for row in rows if row["reason"] == "unparsed"]
+        others = Counter(readers_of(unread)).most_common()
+        if others and len(unread) > len(rows) / 20:
+            found = f"!! --extractor finds no answer in {len(unread)} of {len(rows)} responses"
+            lines += [found, f"answers that another --extractor finds: {dict(others)}"]
         say("\n".join(lines))  # first, because a full disk must not cost the scores
         if world.main:
             with explained(f"can't write to {folder}", "space there or another --out", OSError):
