@@ -307,9 +307,10 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     # A row of a run's samples/ has a field "gold". It also has a field "row", the row of the data file, if a
     # reward function of that run reads it.
     needed = '{"response": "text", "answer": "text"}'
-    checked(row, {"response": str, "gold": str | None, "problem": str | None}, where)
+    shape = {"response": str, "gold": str | None, "problem": str | None, "segments": list | None}
+    checked(row, shape, where)
     text = row["response"]
-    if "segments" in row:  # with --env, every second text is the environment's
+    if row.get("segments"):  # with --env, every second text is the environment's
         text = "\n".join(row["segments"][::2])
     kind = row.get("kind") or kind_of(reward)
     gold = row["gold"] if "gold" in row else gold_answer(row, kind, where)

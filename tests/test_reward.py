@@ -758,7 +758,7 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
 
 def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
     """Also a worked solution, as in training. Null is no value, as Parquet gives it."""
-    rows = [{"response": boxed("5"), "answer": answer, "dataset": None, "stopped": None}
+    rows = [{"response": boxed("5"), "answer": answer, "dataset": None, "stopped": None, "segments": None}
             for answer in (5, 5.0, "2+3\n#### 5", 6)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward.dry_run(f"{tmp_path}/r.jsonl")
@@ -770,6 +770,7 @@ def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
     ('{"response": "x"}', "row 2 has no answer as text; needed: {\"response"),
     ('{"response": 1, "answer": "x"}', "row 2: response is 1; needed: str"),
     ('{"response": "x", "gold": 5}', "row 2: gold is 5; needed: str | None"),
+    ('{"response": "x", "gold": "1", "segments": 5}', "row 2: segments is 5; needed: list | None"),
     ('{"response": "x", "answer": "1", "problem": ["1+1="]}', "row 2: problem is ['1+1=']; needed: str | N"),
     ('{"response": "x", "answer": "1", "dataset": ["a", "b"]}', "row 2 has the data set ['a', 'b']")])
 def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
