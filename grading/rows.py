@@ -372,8 +372,8 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
             r"\boxed{ANSWER}",
         )
         return boxed.strip()
-    _, marked, last = text.rpartition("####")  # GSM8K
-    if marked and "\n" not in last.strip() and kind != "exact":
+    before, marked, last = text.rpartition("####")  # GSM8K
+    if marked and "\n" not in last.strip() and (kind != "exact" or before.endswith("\n")):
         return last.strip()
     if _first(fields, *ANSWER[:-1]) is None:  # the gold answer is the last field, `solution`
         # In TRL's format, `solution` may be the answer alone: one line with fewer than 4 words.

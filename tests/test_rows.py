@@ -60,6 +60,8 @@ READ = {'{"prompt": "1+1=", "answer": "2"}': (Q, "2", "math"),
     r'{"question": "1+1=", "answer": "We add 1 and 1.\n#### 42"}': (Q, "42", "math"),
     r'{"question": "1+1=", "answer": "So <<1+1=2>>2.\n#### 1,234\n"}': (Q, "1,234", "math"),
     r'{"question": "1+1=", "answer": "On one line. #### -7"}': (Q, "-7", "math"),
+    r'{"question": "1+1=", "answer": "We add.\n#### 42", "reward": "exact"}': (Q, "42", "exact"),
+    r'{"question": "1+1=", "answer": "a #### b", "reward": "exact"}': (Q, "a #### b", "exact"),
     # formats of MATH and Open-R1
     r'{"problem": "1+1=", "solution": "first \\boxed{1}, then \\boxed{2}."}': (Q, "2", "math"),
     r'{"problem": "1+1=", "solution": "$\\boxed{\\frac{\\sqrt{2}}{\\frac{1}{3}}}$"}':
