@@ -28,6 +28,7 @@ import json
 import logging
 import os
 import queue
+import re
 import resource
 import runpy
 import signal
@@ -667,7 +668,10 @@ class Grader(AbstractContextManager):
         custom: the reward function, from `customs`; "" compares the answer in `text` with `gold`
         more: values of the function's parameters `problem`, `row` and `sample`. Without a function, `problem`
             is the text that an answer must not repeat (answers.repeats)"""
-        answer = extract(text, extractor)
+        # A base model may end with a special token that is not its EOS, such as <|im_end|>.
+        body, mark, end = text.rpartition("<|")
+        is_special = re.fullmatch(r"<\|\w+\|>\s*", mark + end)
+        answer = extract(body if is_special else text, extractor)
         gold = gold.strip()
         if custom:
             values = more | dict(response=text, answer=gold, kind=kind)

@@ -780,6 +780,15 @@ def test_dry_run_names_the_bad_row_in_one_line(tmp_path, line, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("end", ["", "<|im_end|>", "<|eot_id|>\n"])
+def test_a_special_token_at_the_end_is_no_part_of_the_answer(grader, end):
+    """It stands there if it is not the model's EOS, or if it is a stop string."""
+    for name, text in ("dapo", "So\nAnswer: 34"), ("gsm8k", "So\n#### 34"), ("whole", "34"):
+        grader.submit(name, text + end, "34", True, extractor=name)
+    grader.submit("letter", "Answer: B" + end, "B", True, "choice", "letter")
+    assert {(g.reason, g.answer) for g in grader.results().values()} == {("correct", "34"), ("correct", "B")}
+
+
 @pytest.mark.parametrize("parameters", ["response, **more", "**more"])
 def test_a_function_with_kwargs_gets_all_arguments(custom, parameters):
     spec = custom(f"def score({parameters}): return float({{'answer', 'row', 'problem'}} <= more.keys())")
