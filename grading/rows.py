@@ -60,15 +60,15 @@ OF_QUESTION = re.compile(
     r"[a-e]|(op|option|choice)_?([a-e]|\d+)|(answer|question)_(choice|option)s"
 )
 # Names of fields that no prompt needs, such as question_type: one of these words is a part of the name.
-# Underscores divide a name into parts.
+# Underscores divide a name into parts. But an answer_unit or output_format may belong to the question.
 QUIET = re.compile(
-    r"^messages$|(^|_)sources?$|"
-    r"(^|_)(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
+    r"^(?!(.*_)?(unit|format)s?(_|$))(messages$|(.*_)?sources?$|"
+    r"(.*_)?(id|idx|index|uuid|url|date|level|difficulty|type|subject|"
     r"topic|category|domain|tag|split|license|lang|language|style|ability|info|"
     r"meta|metadata|version|model|rate|score|count|reward|dataset|"
     r"answer|answerkey|label|truth|solution|rationale|explanation|reason|"
     r"reasoning|cot|generation|response|output|completion|correct|"
-    r"correctness|valid|verified|complete|synthetic|is)s?(_|$)"
+    r"correctness|valid|verified|complete|synthetic|is)s?(_|$))"
 )
 # Chat markup of some model, or a list of turns as text, as in data converted from CSV
 MARKUP = (

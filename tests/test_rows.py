@@ -687,7 +687,8 @@ def test_only_fields_without_a_known_meaning_are_told(tokenizer, tmp_path):
         ability style extra_info metadata model llama8b_solve_rate pass_rate score correctness_count
         is_reasoning_complete correctness_math_verify solution rationale explanation generations
         answer_type cot_content finish_reasons solution_is_valid synthetic date meta ground_truth label"""
-    told = "question_concat unit hint facts system_prompt equation name source_text message mc_choices"
+    told = ("question_concat unit hint facts system_prompt equation name source_text message mc_choices "
+            "answer_unit output_format")
     fields = {name: "not shown" for name in f"{quiet} {told}".split()} | {"ground_truth": ROW_OF["answer"]}
     rows = [ROW_OF | {"question": f"{i}?"} | (fields if i % 2 else {}) for i in range(8)]
     rows[0]["prompt"] = "the problem, and not the question"
