@@ -498,24 +498,24 @@ def _letter_of(choices, fields, where):
     text = (gold_answer(fields, "choice", where) or "").strip()
     raw = _first(fields, "choices", "options")  # as the row has them
     labels = raw.get("label") if isinstance(raw, dict) else ()
-    found = []  # letters of the choices that the gold answer fits
+    found = set()  # letters of the choices that the gold answer fits
     if text in (labels or ()):
-        found.append(text.translate(LETTERS))
+        found.add(text.translate(LETTERS))
     if _is_number(gold):
         if text.isdecimal():
-            found += list(choices)[int(text) :][:1]  # none if the index is too large
+            found.update(list(choices)[int(text) :][:1])  # none if the index is too large
         if gold in raw:  # the number may also be a choice itself
-            found.append(list(choices)[raw.index(gold)])
-    elif not found:
+            found.add(list(choices)[raw.index(gold)])
+    elif not found or fields.get("answerKey") is None:  # an answerKey is never a choice's text
         for letter, choice in choices.items():
             if text == choice.strip() or grade(text, letter, "choice"):
-                found.append(letter)
+                found.add(letter)
     require(
-        len(set(found)) == 1,
+        len(found) == 1,
         f"{where} has the answer {gold!a:.80}, which fits {len(found)} of its choices",
         f"one of {', '.join(choices)}, or a choice's text, or its index from 0",
     )
-    return found[0]
+    return found.pop()
 
 
 # --- files

@@ -744,6 +744,9 @@ OTHER_CHOICES = {  # row -> (choices, answer)
         '5': "5", 'true': "True"}.items()},
     '"options": {"A":"1","B":"2"},"label":null': "has the answer None, which fits 0 of its choices",
     '"choices": {"text": ["5", "2"], "label": ["1", "2"]}, "answerKey": 1': "the answer 1, which fits 2",
+    '"choices": {"text": ["2", "5"], "label": ["1", "2"]}, "answer": "2"': "fits 2 of its choices",
+    '"choices": {"text": ["B", "2"], "label": ["A", "B"]}, "answer": "B"': "fits 2 of its choices",
+    '"choices": {"text": ["2", "5"], "label": ["1", "2"]}, "answer": "5"': ("A. 2\nB. 5", "B"),
     '"label": "B"': "has no answer"}
 
 
