@@ -84,7 +84,8 @@ def launch(ranks: int, grace: float) -> int | str:
         f"--nproc-per-node={ranks}",
     ]
     try:
-        run.run(run.parse_args([*options, *sys.argv]))
+        # torchrun replaces $$ by $, and ${local_rank} by a number.
+        run.run(run.parse_args([*options, *(word.replace("$", "$$") for word in sys.argv)]))
     except SignalException as e:  # such as ctrl-C; the ranks have ended
         return 128 + e.sigval  # number of the signal; shells report it like this
     except errors.ChildFailedError as e:

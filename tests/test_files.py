@@ -611,6 +611,21 @@ def test_the_launcher_passes_sigusr1_on(tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_the_launcher_passes_every_word_on_as_it_was_typed(tmp_path):
+    """torchrun would replace $$ and ${local_rank}."""
+    words = ["$$", "a$$b$c", "${local_rank}", "$local_rank"]
+    (tmp_path / "rank.py").write_text("import json, os, sys\nfrom pathlib import Path\n"
+                                      "Path(os.environ['RANK']).write_text(json.dumps(sys.argv))\n")
+    (tmp_path / "main.py").write_text(f"import sys, dist\nsys.argv = {['rank.py', *words]}\n"
+                                      "sys.exit(dist.launch(2, 9))\n")
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    try:
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["rank.py", *words]] * 2
+
+
 @pytest.mark.parametrize("environment,words", [
     ({"RANK": "x"}, "RANK is set, but RANK is 'x'"), ({"RANK": "0"}, "but WORLD_SIZE is ''"),
     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "but MASTER_ADDR is ''")])
