@@ -78,6 +78,7 @@ def launch(ranks: int, grace: float) -> int | str:
     signals = ",".join(number.name for number in handled_signals())
     options = [
         "--standalone",
+        "--nnodes=1",  # else PET_NNODES, which Kubeflow sets: torchrun would wait for machines
         "--local-addr=127.0.0.1",  # a host may be unable to resolve its own name
         f"--signals-to-handle={signals}",
         "--monitor-interval=1",

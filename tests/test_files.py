@@ -612,13 +612,13 @@ def test_the_launcher_passes_sigusr1_on(tmp_path):
 
 
 def test_the_launcher_passes_every_word_on_as_it_was_typed(tmp_path):
-    """torchrun would replace $$ and ${local_rank}."""
+    """torchrun would replace $$ and ${local_rank}. Kubeflow's PET_NNODES is for torchrun."""
     words = ["$$", "a$$b$c", "${local_rank}", "$local_rank"]
     (tmp_path / "rank.py").write_text("import json, os, sys\nfrom pathlib import Path\n"
                                       "Path(os.environ['RANK']).write_text(json.dumps(sys.argv))\n")
     (tmp_path / "main.py").write_text(f"import sys, dist\nsys.argv = {['rank.py', *words]}\n"
                                       "sys.exit(dist.launch(2, 9))\n")
-    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path, environment=os.environ | {"PET_NNODES": "2"})
     try:
         assert process.wait(60) == 0
     finally:
