@@ -4,6 +4,7 @@ process crashed."""
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -16,6 +17,9 @@ import torch.distributed as td
 
 from configs import printable, tell_torchrun
 from dist import CURRENT, handled_signals, stop_signal
+
+# In the traceback of a rank that lost its connection to another one
+LOST = re.compile("gloo/transport|Dist(Backend|Network)Error")
 
 
 def watch(limit: float) -> None:
@@ -153,8 +157,11 @@ def request_stop(name: str) -> None:
 
 
 def report_crash() -> None:
-    """Print the current exception, with the rank, its host and phase, and tell torchrun."""
+    """Print the current exception, with the rank, its host and phase, and tell torchrun. Wait first if a
+    connection was lost: another rank has the cause, and torchrun shows the failure of the earliest second."""
     why = printable(traceback.format_exc())
+    if LOST.search(why):
+        time.sleep(2)  # by then, torchrun has seen the other rank's end, and ends this one
     where = f"rank {os.environ['RANK']} on {os.uname().nodename}"
     print(f"{where} failed in phase {CURRENT.name}:\n{why}", file=sys.stderr, flush=True)
     tell_torchrun(why)

@@ -626,6 +626,20 @@ def test_the_launcher_passes_every_word_on_as_it_was_typed(tmp_path):
     assert [json.loads((tmp_path / rank).read_text()) for rank in "01"] == [["rank.py", *words]] * 2
 
 
+@pytest.mark.parametrize("cause,line", [
+    ("raise ValueError('the cause')", "ValueError: the cause"),
+    ("os.kill(os.getpid(), 9)", "train.py: rank 1 ended with SIGKILL (the cause may be a lack of host m")])
+def test_the_line_of_a_crash_is_the_cause_and_not_the_lost_connection(tmp_path, cause, line):
+    (tmp_path / "rank.py").write_text("import os, dist\nfrom guard.watch import report_crash\n"
+                                      "world = dist.init('cpu')\ntry:\n    if world.rank:\n"
+                                      f"        {cause}\n    dist.gather(0)\n"
+                                      "except Exception:\n    report_crash()\n    os._exit(1)\n")
+    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
+    (tmp_path / "main.py").write_text(main)
+    said = forked(f"{tmp_path}/main.py", cwd=tmp_path).communicate(timeout=300)[1]
+    assert said.splitlines()[-1].startswith(line)
+
+
 @pytest.mark.parametrize("environment,words", [
     ({"RANK": "x"}, "RANK is set, but RANK is 'x'"), ({"RANK": "0"}, "but WORLD_SIZE is ''"),
     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "but MASTER_ADDR is ''")])
