@@ -74,13 +74,23 @@ def launch(ranks: int, grace: float) -> int | str:
     # torchrun's default is 30 seconds, after which it kills the ranks.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", f"{grace + 5:.0f}")
     logging.disable()  # hides torchrun's log, a line for each rank that it terminates
-    # torchrun would handle signals that nohup ignores.
-    signals = ",".join(number.name for number in handled_signals())
+    times = []  # of each ctrl-C
+
+    def interrupt(number, frame):
+        times.append(time.monotonic())
+        if len(times) == 1:
+            raise SignalException("", signal.SIGINT)  # as torchrun does for its signals
+        if times[-1] - times[0] > 2:
+            os._exit(130)  # then each rank gets a second ctrl-C (see train.py)
+
+    signal.signal(signal.SIGINT, interrupt)
+    # torchrun would handle signals that nohup ignores. To a second ctrl-C, it would answer with SIGTERM.
+    signals = {number.name for number in handled_signals()} - {"SIGINT"}
     options = [
         "--standalone",
         "--nnodes=1",  # else PET_NNODES, which Kubeflow sets: torchrun would wait for machines
         "--local-addr=127.0.0.1",  # a host may be unable to resolve its own name
-        f"--signals-to-handle={signals}",
+        f"--signals-to-handle={','.join(signals)}",
         "--monitor-interval=1",
         f"--nproc-per-node={ranks}",
     ]

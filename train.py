@@ -12,6 +12,7 @@ The function `train` is the algorithm. Three differences from Open-Reasoner-Zero
    term."""
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -54,6 +55,9 @@ if __name__ == "__main__":
     set_allocator()
     # no traceback if ctrl-C comes during the start
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # PR_SET_PDEATHSIG: if torchrun is killed, a rank gets a ctrl-C, instead of training on alone
+        ctypes.CDLL(None).prctl(1, signal.SIGINT)
     if starts > 1:
         import dist  # not at the top: dist imports torch, which is slow
 

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -27,7 +28,7 @@ import ckpt
 import configs
 import dist
 import train
-from configs import UserError, checked
+from configs import UserError, checked, exists
 from engine import MemoryLedger, eos_ids
 from grading.rows import read_rows
 from guard.checks import is_run
@@ -556,8 +557,10 @@ with watch.handle_signals(100.0):
     assert done.stdout == "goes on\n" and done.returncode == 1, done.stderr
 
 
-def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path):
-    """All processes get the signal, as from a terminal. Their output has no reader."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path, number):
+    """All processes get SIGHUP, as from a terminal, and their output has no reader. Only their launcher gets
+    SIGKILL."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2",
                "--device", "cpu", "--go", "--steps", "500", "--eval_every", "0", "--save_every", "0",
                "--keep_best", "", "--reward", *base.reward, "--prompts_per_step", "2", "--samples_per_prompt",
@@ -567,10 +570,30 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
     signal.signal(signal.SIGHUP, before)
     going = wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1)
     process.stdout.close()
-    os.killpg(process.pid, signal.SIGHUP)
-    process.wait(300)
-    assert going
-    assert len(ckpt.complete(tmp_path / "run")) == 1 and process.returncode == 128 + signal.SIGHUP
+    os.killpg(process.pid, number)
+    process.communicate(timeout=300)  # until the ranks have ended
+    assert going and len(ckpt.complete(tmp_path / "run")) == 1 and not exists(tmp_path / "run/export")
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+
+
+def test_a_second_ctrl_c_ends_the_launcher_at_once(tmp_path):
+    """The kernel then ends the ranks (see train.py). These ranks ignore all signals."""
+    (tmp_path / "rank.py").write_text("import os, signal, time\nfor number in (2, 15):\n"
+                                      "    signal.signal(number, signal.SIG_IGN)\n"
+                                      "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
+    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 90))\n"
+    (tmp_path / "main.py").write_text(main)
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    try:
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(2.5)
+        assert process.wait(30) == 130
+    finally:
+        for pid in [process.pid, *pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_the_launcher_goes_on_under_nohup_and_needs_no_name_of_its_host(tmp_path):
