@@ -677,7 +677,9 @@ def profiled(steps: Iterable[int], chosen: int | None, log: Any) -> Iterator[int
             sort_by=f"self_{device}_time_total",
             row_limit=10,
         )
-        log.say(f"{table}\ntrace of step {step}: {file}")
+        # The profiler raises no error, as in a read-only folder.
+        written = "trace" if os.path.isfile(file) else "can't write the trace"
+        log.say(f"{table}\n{written} of step {step}: {file}")
 
 
 # --- stopping on a signal

@@ -200,3 +200,9 @@ def test_a_profiled_step_is_in_a_trace_with_its_phases_and_changes_no_bit(base, 
     (table,) = [part for part in said.split("-  \n") if "ProfilerStep" not in part and "\n  " in part][1:2]
     assert 1 <= len(table.strip().splitlines()) <= 11
     assert not list((tmp_path / "p").glob("profile_000000*"))
+
+
+def test_a_trace_that_cannot_be_written_is_said(base, tmp_path, capfd):
+    (tmp_path / "p/profile_000001.json/notes").mkdir(parents=True)
+    run(dataclasses.replace(base, profile=1), tmp_path / "p")
+    assert f"\ncan't write the trace of step 1: {tmp_path}/p/profile_000001.json" in capfd.readouterr().out
