@@ -91,6 +91,10 @@ def show(text: str) -> None:
 def user_errors(prog: str) -> Iterator[None]:
     """Context manager for a command's main function. Prints a UserError as one line and ends the process with
     status 1. If all ranks of a machine raise the error, only one process prints the line."""
+    for number, name in {1: "stdout", 2: "stderr"}.items():
+        if getattr(sys, name) is None:  # closed: the next file to be opened might get its number
+            os.set_inheritable(os.dup2(os.open(os.devnull, os.O_RDWR), number), True)
+            setattr(sys, name, open(number, "w"))
     for stream in (sys.stdout, sys.stderr):
         # A terminal may not be able to encode a response.
         stream.reconfigure(errors="backslashreplace", line_buffering=True)

@@ -110,7 +110,7 @@ def print_stacks(head: str) -> None:
         file.seek(0)
         lines = [head, *file.read().splitlines()]
     for line in lines:
-        os.write(sys.__stderr__.fileno(), f"rank {os.environ['RANK']}: {line}\n".encode())
+        os.write(2, f"rank {os.environ['RANK']}: {line}\n".encode())
 
 
 @contextlib.contextmanager

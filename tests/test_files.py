@@ -437,6 +437,21 @@ def test_a_line_for_a_closed_terminal_or_a_full_disk_ends_no_run(base, tmp_path,
     assert len(read_metrics(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_with_closed_streams(closed):
+    """As with `ssh HOST 'COMMAND >&- 2>&- <&- &'`. What it opens gets no number of these streams."""
+    code = """
+import os, subprocess, sys
+from configs import show, user_errors
+with user_errors('x'):
+    show('text')
+    print('text', file=sys.stderr)
+    assert os.open('.', os.O_RDONLY) > 2 and not subprocess.call('echo text; echo text >&2', shell=True)
+"""
+    done = subprocess.run(["bash", "-c", f'{sys.executable} -c "{code}" {closed}'], cwd=ROOT, timeout=99)
+    assert done.returncode == 0
+
+
 def test_a_log_on_a_full_disk_changes_no_run(base, tiny, tmp_path):
     """Each line is lost, from the first one to the summary. -u: as torchrun starts a rank"""
     command = [sys.executable, "-u", f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data,
