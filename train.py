@@ -53,8 +53,8 @@ if __name__ == "__main__":
         if main_rank:
             FolderLock(CONFIG.folder / "lock").refuse_living()
     set_allocator()
-    # no traceback if ctrl-C comes during the start
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    # No traceback if ctrl-C comes during the start. An import may ignore the exception of sys.exit.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # PR_SET_PDEATHSIG: if torchrun is killed, a rank gets a ctrl-C, instead of training on alone
         ctypes.CDLL(None).prctl(1, signal.SIGINT)

@@ -591,6 +591,26 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
+def test_a_ctrl_c_that_comes_during_an_import_ends_the_start(base, tiny, tmp_path):
+    """Python ignores exceptions in some places of an import, as this one does."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import os, signal, sys
+class Finder:
+    def find_spec(name, *_):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                os._exit(99)
+sys.meta_path.insert(0, Finder)
+""")
+    command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--out",
+               f"{tmp_path}/run"]
+    done = subprocess.run([sys.executable, *command], timeout=300,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 130
+
+
 def test_a_second_ctrl_c_ends_the_launcher_at_once(tmp_path):
     """The kernel then ends the ranks (see train.py). These ranks ignore all signals."""
     (tmp_path / "rank.py").write_text("import os, signal, time\nfor number in (2, 15):\n"
