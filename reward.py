@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import Config, checked, explained, is_file, nearest, require, run_command
-from grading.answers import KINDS, extract
+from grading.answers import KINDS
+from grading.extract import extract
 from grading.rows import dataset_of, gold_answer, read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
 

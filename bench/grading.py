@@ -3,9 +3,9 @@ are made to crash, block or exploit it.
 
     python -m bench.grading [--count 4096] [--workers 2] [--hostile 1000]
 
-The printed `math_verify_a_second` counts only the answers that need math-verify. The function `hostile` of
-tests/test_reward.py returns the hostile answers. This program tests five variants of each. Their grade must
-be "timeout", "unparsed" or "wrong".
+The printed `in_workers_a_second` counts only the answers whose values a worker must compute. The function
+`hostile` of tests/test_reward.py returns the hostile answers. This program tests five variants of each. Their
+grade must be "timeout", "unparsed" or "wrong".
 
 The exit status is 1 if an answer gets another grade than it must, or if the grader no longer works after the
 hostile answers.
@@ -67,8 +67,8 @@ def bench_typical(grader: Grader, count: int, workers: int) -> bool:
              if grades[i].reason != ("correct" if same else "wrong")]
     say({
         "bench": "grading", "figure": "typical", "answers": count, "workers": workers,
-        "a_second": round(count / seconds), "math_verify_a_second": round(to_workers / seconds),
-        "share_for_math_verify": round(to_workers / count, 2), "graded_otherwise": len(wrong),
+        "a_second": round(count / seconds), "in_workers_a_second": round(to_workers / seconds),
+        "share_in_workers": round(to_workers / count, 2), "graded_otherwise": len(wrong),
         "examples": wrong[:5]})
     return not wrong
 

@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import UserError, data_file, explained, require
-from grading.answers import KINDS, extract, grade, quick_grade
+from grading.answers import KINDS, grade, quick_grade
+from grading.extract import extract
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")

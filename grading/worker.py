@@ -1,10 +1,11 @@
 r"""Grades responses in processes that can be killed. grading/answers.py says which answers are right.
 
-On some responses math-verify hangs, fills the memory or crashes, so it runs in other processes:
+A user's function may hang, fill the memory or crash, and the values of two expressions may take seconds to
+compare. So both run in other processes:
 
     trainer                      server: grading.worker            workers
     ┌────────┐ requests (JSON)   ┌──────────────────────────┐ fork  ┌────────────────────────┐
-    │        │ ────────────────> │ imports math-verify, or  │ ────> │ carry out requests;    │
+    │        │ ────────────────> │ imports grading, or      │ ────> │ carry out requests;    │
     │ Grader │                   │ the user's file, once    │       │ killed at the deadline;│
     │        │ <──────────────── │ pebble.ProcessPool       │ <──── │ memory limit: MEMORY   │
     └────────┘ outcomes (JSON)   └──────────────────────────┘       └────────────────────────┘
@@ -25,7 +26,6 @@ import gc
 import inspect
 import io
 import json
-import logging
 import os
 import queue
 import re
@@ -46,7 +46,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs import CODE, ROOT, Say, UserError, limit_memory, nearest, short_hash, shorten
-from grading.answers import extract, grade, math_equal, normalise, quick_grade, repeats
+from grading.answers import grade, quick_grade, repeats
+from grading.extract import extract
 
 # Of a grade. The outcome of an environment has the reason "replied" if it is no error and no timeout.
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")
@@ -57,7 +58,7 @@ MAX_REPLY = 200_000  # maximum number of characters of an environment's text
 MAX_MESSAGE = 16 * MAX_REPLY  # bytes of a server's message; JSON has up to 12 bytes for a character
 # The largest float32. data.Pack has float32 rewards, so a larger reward is an error.
 LARGEST = 3.4028234e38
-MAX_TASKS = 2000  # requests after which a worker is replaced, because its sympy caches grow
+MAX_TASKS = 2000  # requests after which a worker is replaced, in case its memory grows
 ENDED = 222  # exit status of a worker after MAX_TASKS requests
 WALL = 4  # a request's wall-time limit, as a multiple of its CPU-time limit; it ends a worker that sleeps
 LATE = 8  # the run ends if a user's function times out or ends a worker this often in a row
@@ -113,26 +114,6 @@ class Reply(NamedTuple):
     text: str | None = None
     reward: float | None = None
     done: bool = False
-
-
-# math-verify's parser takes seconds to build tables for each kind of expression. The server compares these
-# pairs (answer=gold) before it forks workers, so the workers inherit the tables.
-WARM = [
-    r"\frac{1}{2}x=0.5x",
-    r"x^2+2x+1=(x+1)^2",
-    r"\{1,2\}=1,2",
-    r"2\sqrt{2}=\sqrt[3]{8}",
-    r"x\ge5y=3:4",
-    r"\pi r^2+\sin(x)=e^{2x}-\ln|y|",
-    r"\binom{5}{2}+3!=10^{-3}",
-    r"-3i+\log_2 8=50\%",
-    r"1.5\times10^3=90^\circ",
-    r"\dfrac{a_1}{b}=5",
-    r"[0,1)\cup(2,3)=[0,1]",
-    r"\begin{pmatrix}1\\2\end{pmatrix}=(3,4)",
-    r"\int_0^1 x dx=\sum_{k=1}^n k",
-    r"\lim_{x\to0} x=\lfloor x\rfloor",
-]
 
 
 # --- in a worker
@@ -321,15 +302,6 @@ def user_files(path: str, imported: Iterable[str]) -> dict[str, str]:
     return {name: short_hash(Path(file).read_bytes()) for name, file in files.items()}
 
 
-def _warm():
-    """Compare the pairs of WARM."""
-    # Hide math-verify's warning that its own timeouts are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    for pair in WARM:
-        with suppress(Exception):
-            math_equal(*map(normalise, pair.split("=", 1)))
-
-
 class _Worker(get_context("fork").Process):
     """A worker process. For pebble, the `exitcode` 0 is a planned end, and any other value is a crash.
 
@@ -471,8 +443,6 @@ def serve(
         except (Exception, SystemExit) as error:
             _send(connection, 0, _message(error))
             _die()
-    else:
-        _warm()
     _send(connection, 0, facts)
     # A forked worker copies each memory page that it writes to. Garbage collection writes to all objects, so
     # it would copy the server's memory. gc.freeze exempts the objects that exist now.
@@ -742,7 +712,7 @@ class Grader(AbstractContextManager):
                 if server in replaced or server.facts is None:
                     what = "a call" if server.facts else "its import"
                     self.failure = (
-                        f"can't use {server.spec or 'math-verify'}: {what} ended or stopped "
+                        f"can't use {server.spec or 'grading/answers.py'}: {what} ended or stopped "
                         "its server; needed: a file that ends no other process"
                     )
                     return

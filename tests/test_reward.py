@@ -26,7 +26,8 @@ import train
 from configs import UserError, parse
 from data import Problem, Sample
 from grading import worker
-from grading.answers import extract_answer, grade
+from grading.answers import grade
+from grading.extract import extract_answer
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
 from reward import check_functions, think_then_answer
@@ -189,12 +190,14 @@ def test_each_reason_occurs(grader, custom):
     grader.submit("unparsed", "no idea", "1", True)
     grader.submit("long", boxed("1" * (worker.MAX_ANSWER + 1)), "1", True)
     grader.submit("truncated", boxed("5"), "5", False)
-    grader.submit("timeout", boxed("9^{9^{9^9}}"), "2^{99}", True)
+    grader.submit("too large", boxed("9^{9^{9^9}}"), "2^{99}", True)
     grader.submit("error", boxed("x+1"), "$ $", True)  # an unreadable gold answer
     grades = grader.results()
-    assert (grades.pop("long").reason, grades.pop("repeats").reason) == ("unparsed", "wrong")
+    assert grades.pop("long").reason == "unparsed"
+    assert grades.pop("repeats").reason == grades.pop("too large").reason == "wrong"
+    # No comparison of answers is late; a user's function may be (see below).
     assert {key: g.reason for key, g in grades.items()} == {
-        reason: reason for reason in worker.REASONS if reason != "partial"}
+        reason: reason for reason in worker.REASONS if reason not in ("partial", "timeout")}
     assert {key for key, g in grades.items() if g.reward} == {"correct"}
     assert "gold answer" in grader.errors["ValueError", ""]
 
@@ -227,7 +230,6 @@ def test_hostile_answers_end_within_the_deadline():
         reasons = {i: g.reason for i, g in grader.results().items()}
         bad = {cases[i][:60]: r for i, r in reasons.items() if r not in ("timeout", "unparsed", "wrong")}
         assert not bad, (bad, grader.errors)
-        assert sum(r == "timeout" for r in reasons.values()) >= 3
         grader.submit("after", boxed("x+7"), "7+x", True)
         assert grader.results()["after"].reason == "correct"
 
@@ -827,10 +829,10 @@ SHADOWS = "types functools collections warnings importlib calendar statistics se
 
 def with_shadows(root) -> list[str]:
     """Writes files with the names of modules to `root`/working, and beside one of two reward files. The
-    rewards, pebble and math-verify import some of these modules. Returns the reward functions."""
+    rewards, pebble and mpmath import some of these modules. Returns the reward functions."""
     for place in ("working", "rewards"):
         (root / place).mkdir()
-        for name in [*SHADOWS, *(["pebble", "sympy"] if place == "working" else [])]:
+        for name in [*SHADOWS, *(["pebble", "mpmath"] if place == "working" else [])]:
             (root / place / f"{name}.py").write_text(f"open({str(root / 'ran')!r}, 'a').write({name!r})\n")
     specs = [f"{folder / 'mine.py'}:score" for folder in (root, root / "rewards")]
     for spec in specs:

@@ -449,7 +449,7 @@ def test_any_json_row_is_a_problem_or_an_error_with_file_and_row():
 
 
 def gold_rows(hopeless: int, count: int, few: int = 7) -> str:
-    """few: how many of the good answers are no integers. Only with 0, no answer needs math-verify."""
+    """few: how many of the good answers are no integers. Only with 0, no answer needs a worker."""
     wrong = {"answer": "no", "reward": "choice"}, {"answer": "$$"}
     bad = [{"prompt": f"p{i}="} | wrong[i % 2 * bool(few)] for i in range(hopeless)]
     kinds = [rf"\frac{{{i}}}{{7}}" for i in (1, 2)] + ["3.5", "x^2+4", "x^2+5", "east_6", "east_7"]
@@ -798,7 +798,7 @@ REAL = ["-", "+", "<", "=", r"\infty", "∞", r"\emptyset", "∅", "Na", "undefi
 def test_a_placeholder_or_a_solution_as_gold_answer_cannot_be_graded(text):
     problem = data.Problem("p", (1,), text)
     with Grader(workers=1, deadline=20) as grader:
-        grader.submit = lambda *rest: None  # what math-verify says of the text is no matter here
+        grader.submit = lambda *rest: None  # what a worker says of the text is no matter here
         assert checks.ungradable([problem], [0], grader) == ([0] if text in PLACEHOLDERS else [])
         assert checks.ungradable([replace(problem, kind="exact")], [0], grader) == []
 

@@ -19,7 +19,7 @@ from bench import tasks
 from configs import PRESETS, Config
 from data import Problem, Sample
 from engines.torch_engine import TorchEngine
-from grading.answers import extract
+from grading.extract import extract
 from grading.worker import Grade, Grader, Reply
 from log import Meter, measure_samples
 
