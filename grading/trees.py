@@ -137,6 +137,7 @@ class _Parser:
             elif self.take("^"):
                 left = _power(left, self.parse(10))
             elif bind == 9:
+                self.steps += 7  # x!'!'!' would be too deep
                 left = _postfix(left, self.next())
             else:
                 left = self.joined(left, bind)

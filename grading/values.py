@@ -211,8 +211,8 @@ def math_equal(
     letters = letters_of(answer) | letters_of(gold)
     letters.update(*filter(str.isupper, letters))  # also G and M for GM
     digits = 20_000  # 2^{2023}+1 needs many digits
-    # \sqrt2, \sin1, e^2 and 2^{1/3} take long with many digits, but \binom52 does not
-    if re.search(r"root|\\(?!b)|\be\b|\^\([\d-]+[./]", text):
+    # \sqrt2, \sin1, f(1), e^2 and 2^{1/3} take long with many digits, but \binom52 does not
+    if re.search(r"root|\\(?!b)|call\([^!\\[|]|\be\b|\^\([\d-]+[./]", text):
         digits = 2000
     if letters:
         digits = 60

@@ -758,7 +758,7 @@ def test_rewrites_equal_one_another(right):
     "max ", r"1,2,\ldots,", r"33\ldots", "0{,}", r"\text{yes, }", r"\{\begin{matrix}", r"\begin{cases}a,b\\",
     "5 m/s", "x>0,", r"x,k\in Z", "for all x,", "if k is an ", "5 square m per ", r"\mathrm{s}^{-1}", "1/2=",
     "an ", "x_1,", "e,", ",if ", r"m\max", r"\betaa", "(a) 5 (b) ", '"A":1,', "degrees+", "...", r"\sin x*",
-    "U(", "x)", "n:", ": m"])
+    "U(", "x)", "n:", ": m", "x" + "°" * 400, " m_"])
 def test_the_trainer_spends_little_on_any_answer(unit):
     """Nothing limits quick_grade's time in the trainer. The steps of regular expressions grow at most with
     the square of the length. So 2,000 characters, the longest answer, need less than 3 * 10^8 steps."""
