@@ -662,17 +662,16 @@ def letters_of(node):
 CONSTANTS = r"\pi \infty \emptyset \ldots".split()
 
 
+NO_NAME = any_of("half twice not never wrong false opposite negative.of double root third")
+
+
 def is_name(node):
     """Returns whether a node may stand before `=`: x, f(x), AB:CD."""
     match node:
         case "name", name:
             return name not in CONSTANTS
         case "words", text:
-            return not re.search(
-                r"(?i)\b(half|twice|not|never|wrong|false|opposite|negative of|double|root|"
-                r"third)\b",
-                text,
-            )
+            return not re.search(rf"(?i)\b{NO_NAME}\b", text)
         case "call", "[", inside:
             return inside[0] == "name" and len(inside[1]) > 1
         case "call", name, inside, *_ if name in TRIGONOMETRIC:  # \cos A
@@ -804,10 +803,8 @@ def short_name(name):
 
 def _matrix(kind, inside):
     r"""\begin{pmatrix}1&2\\3&4\end{pmatrix}; a column vector is a tuple; the rows of cases are a list"""
-    is_matrix = kind[0] not in "acgs" or kind in (
-        "array",
-        "smallmatrix",
-    )  # not cases, align, gather
+    # not cases, align, gather
+    is_matrix = kind[0] not in "acgs" or kind in ("array", "smallmatrix")
     if inside[0] == "named" or not is_matrix:
         return inside
     if kind[0] in "vV":
@@ -840,9 +837,10 @@ PHRASES = {
     r"(infinitely many|infinite number of|infinite)( [a-z]+)?": r"\infty",
 }
 # n is even, odd integers, n not divisible by 3
-FILLER = any_of("all any every is integer number [a-z]")
+FILLER = any_of("all any every is integer number")
 RESIDUES = r"(even|odd)|(not )?(?:divisible by|multiple of) ([2-9]|[1-9]\d)"
-RESIDUES = re.compile(rf"(?:{FILLER} )*(?:{RESIDUES})(?: {FILLER})*")
+RESIDUES = rf"(?:{FILLER} )*(?:[a-z] )?(?:{FILLER} )*(?:{RESIDUES})(?: {FILLER})*(?: [a-z])?"
+RESIDUES = re.compile(RESIDUES)  # one letter: mn is even is not n is even
 
 
 def _residues(parity, is_not, divisor):

@@ -434,7 +434,7 @@ f(x)=x^2 ~ f(t)=t^2 ~~ f(t)=xt ~ f(x)=t^2 ~ f(x)=c^2 \text{ for any constant } c
 n(n+1) ~~ k(k+1),\ k\in\mathbb{Z} ~ n(n-1),\ n\in\mathbb{Z}
 2n+1,\ n\in\mathbb{Z} ~ 2k+1, k\in\mathbb{Z} ~~ 2k+1,\ k\in\mathbb{N}
 n\equiv1,2\pmod3 ~ 3\nmid n ~ n \text{ is not divisible by }3
-n\equiv1,2\pmod3 ~~ 3\mid n ~ n\equiv1\pmod3 ~ n is divisible by 3
+n\equiv1,2\pmod3 ~~ 3\mid n ~ n\equiv1\pmod3 ~ n is divisible by 3 ~ mn is not divisible by 3
 \text{all even integers} ~ 2k,k\in\mathbb{Z} ~ n\equiv0\pmod2 ~ 2\mid n ~~ n is odd ~ n is not even ~ 2k+1 ~ 2
 \text{impossible} ~ No ~ it is not possible ~~ possible ~ yes ~ it is not impossible
 x+y-3=0 \text{ or } x-y+1=0 ~ y=x+1 \text{ or } y=3-x ~~ y=x-1 \text{ or } y=3-x ~ y=x+1 ~ y=x+1,y=1+x

@@ -611,15 +611,20 @@ sys.meta_path.insert(0, Finder)
     assert done.returncode == 130
 
 
+def launched(tmp_path, grace):
+    """Launches two ranks of rank.py, which print their process ids. Returns the launcher and these ids."""
+    main = f"import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, {grace}))\n"
+    (tmp_path / "main.py").write_text(main)
+    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
+    return process, [int(process.stdout.readline()) for _ in range(2)]
+
+
 def test_a_second_ctrl_c_ends_the_launcher_at_once(tmp_path):
     """The kernel then ends the ranks (see train.py). These ranks ignore all signals."""
     (tmp_path / "rank.py").write_text("import os, signal, time\nfor number in (2, 15):\n"
                                       "    signal.signal(number, signal.SIG_IGN)\n"
                                       "print(os.getpid(), flush=True)\ntime.sleep(100)\n")
-    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 90))\n"
-    (tmp_path / "main.py").write_text(main)
-    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process, pids = launched(tmp_path, 90)
     try:
         for _ in range(2):
             process.send_signal(signal.SIGINT)
@@ -655,10 +660,7 @@ def test_the_launcher_passes_sigusr1_on(tmp_path):
                                       "def hear(*_):\n    Path('heard' + os.environ['RANK']).touch()\n"
                                       "    os._exit(0)\n\nsignal.signal(signal.SIGUSR1, hear)\n"
                                       "print(os.getpid(), flush=True)\nwhile True:\n    time.sleep(0.02)\n")
-    main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
-    (tmp_path / "main.py").write_text(main)
-    process = forked(f"{tmp_path}/main.py", cwd=tmp_path)
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process, pids = launched(tmp_path, 9)
     try:
         process.send_signal(signal.SIGUSR1)
         assert process.wait(300) == 128 + signal.SIGUSR1
