@@ -465,7 +465,7 @@ DOMAINS = {
 }
 # A bound and its sign; no sign for a lower bound: k \ge 3; k = 1 , 2 , \ldots
 BOUND = re.compile(r"(?:([<>]|\\[ln]eq?)|\\geq?|=(?= \d .*dots)) ?(\d+)\b")
-CONSTANT_NAMES = set("A B C K c k C_1 C_2 C_3 c_1 c_2 c_3".split())
+CONSTANT_NAMES = set("A B C K a c k C_1 C_2 C_3 c_1 c_2 c_3".split())
 
 
 def _domains(reading):

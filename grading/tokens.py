@@ -232,7 +232,8 @@ def _is_word(match, tokens, in_text):
     if re.match(r"[\w^})\\{=]", before) or re.match(r"[\^_+=/-]", after):  # 2abc, abc+1
         return False
     is_product = re.search("[a-z][A-Z]|^[A-Z]{2,4}$", run)  # aB, ABC
-    return len(run) > 2 and not is_product or run.lower() in SHORT
+    is_short = run.lower() in SHORT and before not in [*"-+*"]  # not e^{-at}
+    return len(run) > 2 and not is_product or is_short
 
 
 def _takes_unit(tokens):

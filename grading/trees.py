@@ -74,7 +74,7 @@ FUNCTIONS = [
     *r"\cis \ln \log \exp \sinh \cosh \tanh \det \gcd \lcm \max \min \int \iint \sum \prod \lim".split(),
 ]
 CALCULUS = FUNCTIONS[-10:]
-PREFIXES = r"\triangle \overline \overarc \Delta".split()
+PREFIXES = r"\triangle \overline \overarc \Delta \dot \ddot".split()
 SYMBOLS = (
     r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \kappa \lambda \mu "
     r"\nu \xi \pi \rho \sigma \tau \phi \chi \Delta "
