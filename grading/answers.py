@@ -286,6 +286,10 @@ def _same_named(answer, gold, prove):
     # xy=5 and x+y=5 may be equations of curves. So the answer y=5-x is right, and the answer 5 is wrong.
     if needed and needed[0] == "*" and as_text(needed).islower():
         is_value = False
+    names = (name or answer)[:2], (needed or gold)[:2]
+    is_size = name != needed and ("call", "|") in names  # |x|
+    if is_size and "union" in (a[0], b[0]):  # 1<|x|<2 is not (1,2)
+        is_value = False
     if is_value and _same_name(name, needed) and "relation" not in (a[0], b[0]):
         return _same(a, b, prove)
     if answer[0] not in EQUATIONS or gold[0] not in EQUATIONS:
