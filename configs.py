@@ -548,8 +548,9 @@ class Config:
     def with_steps(self, prompts: int) -> Config:
         """Returns this config with --epochs or --total_episodes converted to `steps`.
 
-        Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given, or if
-        --freeze_policy_steps leaves no step that trains the policy, or if there is no step --profile.
+        Raises UserError if not exactly one of --steps, --epochs and --total_episodes is given, if
+        --freeze_policy_steps leaves no step that trains the policy, or if --profile is not the number of a
+        step.
 
         prompts: number of prompts in an epoch"""
         self.check_length()

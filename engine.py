@@ -190,7 +190,8 @@ class Engine(abc.ABC):
             ):
                 stream = self.checked_weights(weights)  # an iterator; `load` reads it
                 self.load(stream)
-                # Read `stream` to its end, because checked_weights looks for missing weights only there.
+                # `load` should have read all of `stream`. At its end, checked_weights raises an error for
+                # missing weights, so its end must be reached.
                 for name, _ in stream:
                     raise RuntimeError(f"the engine did not read the weight {name}")
                 self.ledger.mark("awake")

@@ -322,7 +322,7 @@ class Logger(contextlib.AbstractContextManager):
         )
 
     def close(self, error: type | None = None, *_) -> None:
-        """Write the rows in `unwritten`, then close everything. Also the method `__exit__`.
+        """Write the rows in `unwritten`, then close everything. This is also the method `__exit__`.
 
         error: class of the exception that ends the run, or None"""
         if not self.main:

@@ -302,8 +302,7 @@ def varlen_attn() -> Callable:
 
 def _varlen(segments, scaling, window, query, key, value):
     """Returns the attention output (S, H, d), computed by one kernel for all segments (see Segments)."""
-    # (number of tokens before, number after); -1: no limit
-    limits = (window - 1 if window else -1), 0
+    before = window - 1 if window else -1
     cu = segments.cu_seqlens
     longest = segments.longest
     return varlen_attn()(
@@ -315,7 +314,7 @@ def _varlen(segments, scaling, window, query, key, value):
         longest,
         longest,
         scale=scaling,
-        window_size=limits,
+        window_size=(before, 0),  # numbers of tokens before and after; -1: no limit
     )
 
 
@@ -955,7 +954,7 @@ class Adapted(nn.Module):
 
         weights: the base's weights (name, whole tensor)"""
         for name, weight in weights:
-            key = name.removesuffix(".weight").replace(".", "/")
+            key = name.removesuffix(".weight").replace(".", "/")  # as `freeze` names its layers
             if key in self.adapters:
                 a, b = self.adapters[key]
                 merged = weight.float().addmm(b, a, alpha=self.base.linears[key].scale)

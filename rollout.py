@@ -67,18 +67,19 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
 
     sets: the problems of each data file"""
     terms = terms_of(cfg)
-    # Names of the rows' data sets, and of those in the flags. "": rows without one; in a flag, all data sets
-    there = {p.dataset.casefold() for p in itertools.chain(*sets)}
-    named = {t.dataset for t in terms} | extractors(cfg).keys()
-    # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
+    # Names of the rows' data sets. "": the rows without one
+    in_rows = {p.dataset.casefold() for p in itertools.chain(*sets)}
+    # Names of data sets in the flags. "": all data sets
+    in_flags = {t.dataset for t in terms} | extractors(cfg).keys()
+    # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows. "" is in every preset.
     of_presets = itertools.chain(*map(extractors, PRESETS.values()))
-    unknown = sorted(named - there - {*of_presets})
+    unknown = sorted(in_flags - in_rows - {*of_presets})
     require(
         not unknown,
         f"--reward or --extractor names data sets without rows: {', '.join(unknown)}",
-        f"some of the rows' data sets: {', '.join(sorted(there - {''})) or 'none'}",
+        f"some of the rows' data sets: {', '.join(sorted(in_rows - {''})) or 'none'}",
     )
-    for dataset in sorted(there):
+    for dataset in sorted(in_rows):
         found = graders_of(dataset, terms)
         # A grader with a `kind` is built in. None of these can grade ifeval.
         require(
@@ -388,7 +389,7 @@ def rollout(
         return [], []
     samples = []
     left = list(trajectories.open.values())  # with --carry, for later steps; without it, empty
-    for s in trajectories.grades():  # finished samples that are not in `chosen` also wait
+    for s in trajectories.grades():  # finished samples that are not in `chosen` go to `left`, too
         place = samples if s.key in chosen else left
         place.append(s)
     if not sampling.temperature:  # greedy: copy the only sample of each prompt

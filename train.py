@@ -774,7 +774,7 @@ def update(
         role.skipped += 1
         log.alarm(f"the {role.name}'s gradient is not finite; the update is skipped", step)
     role.optimizer.zero_grad(set_to_none=True)
-    # A skipped update adds 0 of 0, so it does not count in the metric's mean.
+    # A skipped update adds a total of 0 and a count of 0, so the metric's mean leaves it out.
     meter.add(f"grad_norm/{role.name}", norm if finite else 0.0, finite)
     meter.add("skipped_updates", not finite, 1)
     require(

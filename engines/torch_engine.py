@@ -297,11 +297,11 @@ class Rows(Cache):
 
         token (slots,): the last sampled tokens"""
         row = self.table[: len(token), 0]
-        pair = row * self.vocabulary + token  # one number for each pair (row, token)
-        # `pair` is now sorted. new_row (slots,): index of the slot's pair in `pair`
-        pair, new_row = pair.unique(return_inverse=True)
+        pair_of_slot = row * self.vocabulary + token  # one number for each pair (row, token)
+        # pairs: each pair once, sorted. new_row (slots,): index of the slot's pair in `pairs`
+        pairs, new_row = pair_of_slot.unique(return_inverse=True)
         row.copy_(new_row)  # `row` is a view of the table
-        source = pair // self.vocabulary  # the old row of each new row, in ascending order
+        source = pairs // self.vocabulary  # the old row of each new row, in ascending order
         self.rows = len(source)
         if source.equal(self.numbers[: self.rows]):
             return  # no row has moved

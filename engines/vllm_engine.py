@@ -187,8 +187,8 @@ class VLLMEngine(Engine):
 
 
 def _graphs(slots, samples):
-    """Returns vLLM's settings of compilation and CUDA graphs. slots: most responses that an engine decodes at
-    the same time. samples: responses of a step that an engine samples.
+    """Returns vLLM's settings of compilation and CUDA graphs. slots: largest number of responses that
+    an engine decodes at the same time. samples: number of responses that an engine samples in a step.
 
     Graphs are only for decoding. vLLM's default also captures graphs of steps that read prompts, and three
     times as many batch sizes. A batch runs in the next larger graph. Up to some 200 responses, a larger graph

@@ -390,7 +390,8 @@ def _same_union(answer, gold, prove):
 
 
 def _intervals(edges):
-    r"""Returns (1,2) and (3,4) for their four edges; [] for an order such as that of x<5, x\ne3"""
+    r"""Returns the intervals, such as (1,2) and (3,4), of a union's edges. Returns [] if the edges are not a
+    lower and an upper one in turns, as those of x<5, x\ne3."""
     intervals = []
     ends = iter(edges)
     for low in ends:
@@ -404,14 +405,14 @@ def _intervals(edges):
 def _same_list(answer, gold, prove):
     """Does the work of `_same` if one or both are a list or a set. {5} equals 5; x=1, y=2 equals 1, 2."""
     kinds = {answer[0], gold[0]}
-    if kinds == {"list", "tuple"} and "=" in (answer[1], gold[1]):  # x=1, y=2
+    if kinds == {"list", "tuple"} and "=" in (answer[1], gold[1]):  # a tuple ("tuple", "=", 1, 2)
         a = parts_of(answer, "list", *answer[2:])
         b = parts_of(gold, "list", *gold[2:])
         return _ordered(a, b, prove)
     a = _elements(answer)
     b = _elements(gold)
     for last in a[-1:] + b[-1:]:
-        if "&" in last:  # cases
+        if last[:2] == ("tuple", "&"):  # a row of a function given by cases
             return prove(answer, gold)
     return _unordered(a, b, prove)
 

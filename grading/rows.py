@@ -200,20 +200,21 @@ def problem_of(row: Any, where: str, default: str = "math") -> Row:
 
 
 def _unused(fields, problem, turns, where):
-    """Returns (name, hash of the value) for each field of the row, of a turn or of a gold answer with a text
-    that no prompt shows. Raises UserError if the name of such a field is in OF_QUESTION. Leaves out other
-    fields whose name is in QUIET.
+    """Returns (name, hash of the value) for each field whose text no prompt shows. The fields are those of
+    the row, of the problem's turns, and of a gold answer that is a dict. Raises UserError if the name of such
+    a field is in OF_QUESTION. Leaves out other fields whose name is in QUIET.
 
     problem: the value of the problem's field
     turns: (role, content) of each turn that the prompt shows, read from `problem`
     where: file and row, for messages"""
     every = [*fields.items()]  # (name, value) of all fields
     # A gold answer that is a dict may have a tolerance, or more right answers.
-    for part in (_first(fields, *ANSWER), *(problem if isinstance(problem, list) else ())):
+    parts = problem if isinstance(problem, list) else []  # turns
+    for part in [_first(fields, *ANSWER), *parts]:
         if isinstance(part, dict):
             every += [(name, value) for name, value in part.items() if name not in TURN]
     contents = [content for _, content in turns]
-    # They may stand beside the problem's field. UserError: turns of another format
+    # Turns in `messages` may stand beside the problem's field. UserError: turns of another format
     with suppress(UserError):
         for role, text in _turns(fields.get("messages"), where):
             if text not in contents:
@@ -551,7 +552,7 @@ def stored_rows(path: str) -> Iterator[tuple[int, Any]]:
 
 
 def _decoded(row, where):
-    """Returns a row of `stored_rows`, decoded if it is a line of JSON as bytes."""
+    """Returns a row of `stored_rows`, decoded if it is JSON as bytes."""
     if not isinstance(row, bytes):
         return row
     with explained(f"{where} can't be read", READABLE):
@@ -590,12 +591,12 @@ def _arrow_rows(file):
 def _json_rows(file):
     """Yields (number, row) of a file with a list of rows in JSON, or (number, line as bytes) of a file with
     one row a line. Skips empty lines."""
-    with file.open("rb") as lines:
-        is_list = lines.read(4096).lstrip(BLANK)[:1] == b"["
-        lines.seek(0)
-        if is_list and file.suffix != ".jsonl":
-            yield from enumerate(_decoded(lines.read(), file), 1)
+    with file.open("rb") as stream:
+        is_list = stream.read(4096).lstrip(BLANK)[:1] == b"["
+        stream.seek(0)
+        if is_list and file.suffix != ".jsonl":  # a line of a .jsonl file may be a list
+            yield from enumerate(_decoded(stream.read(), file), 1)
         else:
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(stream, 1):
                 if line.strip(BLANK):
                     yield number, line

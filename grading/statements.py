@@ -228,16 +228,18 @@ def _says_nothing(value, condition):
 
 def _without_braces(tokens):
     r"""Returns the tokens in the braces of a set with a condition: x=2k, k\in\mathbb{Z} for
-    \{x|x=2k, k\in\mathbb{Z}\}, and 2k, k\in\mathbb{Z} for \{2k|k\in\mathbb{Z}\}."""
+    \{x|x=2k, k\in\mathbb{Z}\}, and 2k, k\in\mathbb{Z} for \{2k|k\in\mathbb{Z}\}. Returns other sets
+    unchanged."""
+    # Groups: what stands before | or :, and what stands after it
     found = re.fullmatch(r"(?:x \\in )?\\\{ ([^|:]*) [|:] ([^|]*) \\\}", tokens)
     if not found or r"\in" in found[1]:
         return tokens
     element, condition = found.groups()
     declared = re.match(rf"({NAME}(?: , {NAME})*) \\in ", condition)
-    if declared and declared[1] != element:
+    if declared and declared[1] != element:  # \{2k|k\in\mathbb{Z}\}
         return f"{element} , {condition}"
-    is_name = re.fullmatch(r"(\( )?\w+( , \w+)*( \))?", element)  # not \{x^2 \mid x>2\}
-    return condition if is_name else tokens
+    are_names = re.fullmatch(r"(\( )?\w+( , \w+)*( \))?", element)  # not \{x^2 \mid x>2\}
+    return condition if are_names else tokens
 
 
 def _stripped(tokens):

@@ -115,12 +115,15 @@ class _Parser:
         return found
 
     def binds(self):
-        """Returns how tightly the next token binds. Limits their number, and so the depth of the tree."""
+        """Returns how tightly the next token binds. Raises Unreadable at the 800th call, so that no tree is
+        too deep."""
         self.steps += 1
         if self.steps > 800:
             raise Unreadable
         token = self.token
-        if token in FUNCTIONS:  # \sin x\cos y: the cosine is no part of the sine
+        # Without a sign, an operand binds with 8, as in 2x, but a function with 7.5. So in \sin x\cos y,
+        # the cosine is no part of the sine.
+        if token in FUNCTIONS:
             return 7.5
         if token in self.closers:
             return -1
@@ -836,11 +839,11 @@ PHRASES = {
     rf"no( real| positive| such)*( {COUNTED})?( [a-z])?( exists?)?|none|无解|empty set": r"\emptyset",
     r"(infinitely many|infinite number of|infinite)( [a-z]+)?": r"\infty",
 }
-# n is even, odd integers, n not divisible by 3
 FILLER = any_of("all any every is integer number")
-RESIDUES = r"(even|odd)|(not )?(?:divisible by|multiple of) ([2-9]|[1-9]\d)"
-RESIDUES = rf"(?:{FILLER} )*(?:[a-z] )?(?:{FILLER} )*(?:{RESIDUES})(?: {FILLER})*(?: [a-z])?"
-RESIDUES = re.compile(RESIDUES)  # one letter: mn is even is not n is even
+RESIDUE = r"(even|odd)|(not )?(?:divisible by|multiple of) ([2-9]|[1-9]\d)"
+RESIDUES = rf"(?:{FILLER} )*(?:[a-z] )?(?:{FILLER} )*(?:{RESIDUE})(?: {FILLER})*(?: [a-z])?"
+# Words for residues: n is even; odd integers; n not divisible by 3. One letter: mn is even is not n is even
+RESIDUES = re.compile(RESIDUES)
 
 
 def _residues(parity, is_not, divisor):

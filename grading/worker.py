@@ -167,15 +167,15 @@ def _replied(value):
 
 
 def _take_turn(make, names, texts, **values):
-    """Returns the reply of a response's environment to the last of `texts`, the policy's turns so far. If
-    this worker has no environment with exactly these earlier turns (after a crash, or in a resumed run), it
-    makes one and replays the earlier turns first. An environment is closed after its last reply, after an
-    error, or if `texts` is empty.
+    """Returns the environment's reply to a response's last turn. `texts`: the policy's turns so far. If this
+    worker has no environment with exactly the earlier turns (after a crash, or in a resumed run), it makes
+    one and replays the earlier turns first. An environment is closed after its last reply, after an error, or
+    if `texts` is empty.
 
     make: the user's class; names: its parameters, some of `values`. See Grader.ask"""
     seed = values["seed"]
     env, seen = _live.pop(seed, (None, []))
-    # `seen` has at least one turn, so without `texts` it differs and the environment is closed.
+    # `seen` has at least one turn. If `texts` is empty, texts[:-1] is [], and the environment is closed.
     if env and seen != texts[:-1]:
         env.close()
         env = None
@@ -534,7 +534,7 @@ class _Server:
         if self.process is None:
             self.start()
         if not self.requests:
-            self.heard = time.monotonic()  # an idle server says nothing
+            self.heard = time.monotonic()  # an idle server is silent; its silence counts from now
         waiting = self.waiting.setdefault(request, [])
         waiting.append(waiter)
         if len(waiting) == 1:
@@ -644,6 +644,7 @@ class Grader(AbstractContextManager):
         answer = extract(body if is_special else text, extractor)
         gold = gold.strip()
         if custom:
+            # The function's parameter `answer` gets the gold answer.
             values = more | dict(response=text, answer=gold, kind=kind)
             self._call(custom, values, (key, answer if stopped else None, stopped))
         elif not stopped:

@@ -103,7 +103,7 @@ def claim_folder(cfg: Config, lock: FolderLock) -> None:
         # Checked now, so that the export at the end of the run does not fail.
         for who in ("policy", "critic"):
             ckpt.check_export_path(folder / "export" / who)
-        lock.claim()
+        lock.claim()  # also makes the folder
 
 
 def is_run(folder: Path) -> bool:

@@ -104,7 +104,7 @@ def selfcheck(
 
     The ranks of one engine must go through all stages together."""
     cfg = engine.cfg
-    limit = TOLERANCE[engine.dtype]
+    tolerance = TOLERANCE[engine.dtype]
     error = ""
     largest = 0.0
     for when, scale, direction, causes in STAGES:
@@ -112,17 +112,17 @@ def selfcheck(
         limits = dict.fromkeys(requests, CHECK_TOKENS)
         seed = cfg.seed, CHECK  # CHECK: a number that no other seed has
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            samples = list(engine.generate(requests, limits, cfg.temperature, seed, -1))
+            samples = [*engine.generate(requests, limits, cfg.temperature, seed, version=-1)]
         logp = trainer_logp(samples, cfg.temperature).float().cpu().numpy()
         gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
         gap = float(gaps.mean())
-        if scale == 1:
+        should_agree = scale == 1  # else the weights are halved
+        if should_agree:
             largest = max(largest, gap)
-        agree = gap <= limit  # False also if the gap is NaN
-        # They must agree, but not with halved weights. Only the first error is kept.
-        if agree != (scale == 1) and not error:
+        agree = gap <= tolerance  # False also if the gap is NaN
+        if agree != should_agree and not error:  # only the first error is kept
             error = (
                 f"{when}: engine and trainer differ by {gap:.3g} nats a token "
-                f"(limit {limit:g}), by up to {gaps.max():.3g}; likely causes: {causes}"
+                f"(limit {tolerance:g}), by up to {gaps.max():.3g}; likely causes: {causes}"
             )
     return error, largest
