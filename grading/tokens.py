@@ -52,6 +52,7 @@ class Unreadable(Exception):
     """Raised if a text is no formula, such as `3+)`."""
 
 
+# Commands and words that are left out. What stands in braces after a command stays.
 STYLES = (
     r"\displaystyle \textstyle \boldsymbol \bm \mathit \mathbf \mathcal \rm \bf "
     r"\it \limits \hat \vec \angle \overrightarrow \operatorname \checkmark "
@@ -142,7 +143,7 @@ def tokens_of(text):
     r"""Returns the tokens of a text, joined by spaces: 5 "cm for `5~\text{ cm}`. Words begin with a quote,
     and words that follow each other are one token: "the~area"""
     tokens = [""]
-    # of each open brace: True if it is that of a \text, None if it is inside one, else False
+    # For each open brace: True for the brace of a \text, None for a brace inside of one, else False
     braces = [False]
     for match in TOKEN.finditer(text):
         kind = match.lastgroup
@@ -271,11 +272,11 @@ for _names in map(str.split, UNIT_NAMES.split(";")):
 PLURAL = re.compile(r"(?<=[a-z]{2})s\b")  # meters, but not ms
 
 # Words after a number are its unit: `5 meters`. But these words change the number's value or meaning:
-# `10 dozen` does not equal 10.
+# `10 dozen` does not equal 10. They are patterns. A plural needs no entry.
 AMOUNTS = (
     r"half halve third quarter couple score dozen docena douzaine dutzend gross "
     r"lakh crore hundred thousand myriad \w*illion googol two three four five six "
-    r"seven eight nine ten eleven twelve \w*teen twenty thirty forty fifty sixty "
+    r"seven eight nine ten eleven twelve milliard \w*teen twenty thirty forty fifty sixty "
     r"\w*ward \w*(?:(?<!mo)n|d|i[efx]|lf|gh|ur)th times squared binary base basis "
     r"point "
 )

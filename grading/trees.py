@@ -45,7 +45,8 @@ def with_unit(value, words):
     return "quantity", value, text
 
 
-# How tightly signs bind: infixes, then postfixes (9), then what ends an expression (-1)
+# How tightly signs bind: infixes, then postfixes (9), then what ends an expression (-1). A new infix also
+# needs an entry in INFIXES or NODES.
 BINDS = {"": -1}
 for _row in (
     r"0.5 \choose \over",
@@ -74,6 +75,7 @@ FUNCTIONS = [
     *r"\cis \ln \log \exp \sinh \cosh \tanh \det \gcd \lcm \max \min \int \iint \sum \prod \lim".split(),
 ]
 CALCULUS = FUNCTIONS[-10:]
+# Commands with one argument, which are calls
 PREFIXES = r"\triangle \overline \overarc \Delta \dot \ddot".split()
 SYMBOLS = (
     r"\alpha \beta \gamma \delta \epsilon \zeta \eta \theta \kappa \lambda \mu "
@@ -391,7 +393,8 @@ def of_values(make):
 
 
 def in_order(kind, *parts):
-    """Returns a sum or a product with its operands in a fixed order: x+1 and 1+x are the same tree."""
+    r"""Returns a sum or a product with its operands in a fixed order: x+1 and 1+x are the same tree. Returns
+    e^{ix} for \cos x+i\sin x."""
     flat = []
     for part in parts:
         flat += parts_of(part, kind, part)
@@ -404,7 +407,7 @@ def in_order(kind, *parts):
             exponent = product_of(i, top)
             if bottom:
                 exponent = "/", exponent, *bottom
-            return "^", ("name", "e"), exponent  # \cos x+i\sin x is e^{ix}
+            return "^", ("name", "e"), exponent
     return kind, *flat
 
 

@@ -145,11 +145,11 @@ def _result(kind, values):
 
 
 def _unknown(name, values):
-    r"""Returns a value for an unknown function, such as f(1,2): any number that depends on its name and its
-    arguments. f(1,2) and f(2,1) differ; \gcd(1,2) and \gcd(2,1) are equal."""
-    total = len(values) + sum(map(ord, name))
+    r"""Returns a value for an unknown function, such as f(1,2): a number that is another one for each name
+    and for other arguments. f(1,2) and f(2,1) differ; \gcd(1,2) and \gcd(2,1), a command, are equal."""
+    total = mpf(Random(f"{name}{len(values)}").random())
     for place, value in enumerate(values, 1):
-        total += value * place if name.isalpha() else value
+        total += place * mpmath.atan(value + place) if name.isalpha() else mpmath.atan(value)
     return mpmath.cos(total)
 
 
@@ -157,7 +157,7 @@ def _unknown(name, values):
 
 # Where the letters' values are at the four points. First near 1, because 1.02^{2023}+1 has few digits.
 RANGES = (0.98, 1.02), (0, 5), (0, -5), (0, -5)
-WHOLE = *range(1, 61), 59_820, 60_817, 61_814
+INTEGERS = *range(1, 61), 59_820, 60_817, 61_814
 HAS_ROOT = r"root|\^\(-?\d+/"  # \sqrt x, x^{2/3}
 
 
@@ -170,7 +170,7 @@ def _points(letters, ours, theirs):
         constants = constants | {r"\log": e}
     if len(letters) == 1 and re.search(r"ceil|\[|mod|&", text):  # \lceil x\rceil, [x], cases
         [letter] = letters
-        for number in WHOLE:
+        for number in INTEGERS:
             value = mpf(number)
             if letter not in "nmkN":  # no integer: also negative values, and quarters
                 value = value / 4 - 10

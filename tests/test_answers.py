@@ -776,6 +776,14 @@ def test_the_trainer_spends_little_on_any_answer(unit):
     assert many <= 16 * few and many * (2000 / 80) ** 2 < 3e8
 
 
+@pytest.mark.parametrize(("answer", "gold"), [
+    ("f(2)", "g(1)"), ("f(1,2)", "f(3,1)"), ("f(1)+g(2)", "f(2)+g(1)"), ("f(0)", r"f(2\pi)"),
+    (r"x\gcd(3,5)", r"x\gcd(4,4)"), (r"x\det A", r"x\det B")])
+def test_unknown_functions_are_equal_only_with_equal_names_and_arguments(answer, gold):
+    assert not grade(answer, gold) and grade(f"2({answer})", f"{answer}+{answer}")
+    assert grade(f"x+{gold}", f"{gold}+x")
+
+
 def test_values_are_computed_of_expressions_only():
     pairs = [(x, right[0]) for right, wrong in REWRITES for x in right[1:] + wrong if x]
     sure = [pair for pair in pairs if not set("".join(pair)) & set("\\=√")]
