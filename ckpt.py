@@ -60,33 +60,17 @@ from torch.optim import Optimizer
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedConfig
 
 import dist
-from configs import (
-    MARKER,
-    Config,
-    Say,
-    UserError,
-    differences,
-    exists,
-    explained,
-    follow_umask,
-    if_there,
-    lock_file,
-    names_in,
-    prompt_form,
-    read_json,
-    require,
-    shorten,
-    show,
-    user_errors,
-)
+from configs import MARKER, Config, Say, prompt_form
 from data import Sample, chat_template, fix_date, set_arguments
 from engine import eos_ids
+from guard.files import exists, follow_umask, if_there, lock_file, names_in, read_json
 from guard.identity import (
     Facts,
     check_base,
     check_unchanged,
     source_of,
 )
+from guard.messages import UserError, differences, explained, require, shorten, show, user_errors
 from log import read_metrics
 from model import (
     Adapted,

@@ -13,116 +13,35 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import fcntl
 import functools
-import hashlib
 import importlib.util
 import inspect
 import io
-import json
 import math
 import os
 import re
 import resource
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
-T = TypeVar("T")
+from guard.files import if_there, is_file, names_in
+from guard.messages import UserError, explained, require, user_errors
+
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
-MODULES = (
-    "train rollout ppo grpo dist ckpt data configs model reward engine log gpu_kernels".split()
-)
+MODULES = "train rollout ppo grpo dist ckpt data configs model reward engine log".split()
 # All source files of torz, for the hash of its code. Other files in ROOT, such as a reward function, are the
 # user's.
 CODE = [Path(ROOT, f"{name}.py") for name in sorted(MODULES)]
-for folder in ("engines", "grading", "guard", "tools"):
+for folder in ("engines", "grading", "guard", "layers", "tools"):
     CODE += sorted(Path(ROOT, folder).glob("*.py"))
 # Checked here, because every command imports this file before any third-party package.
 if importlib.util.find_spec("tyro") is None:
     sys.exit(f"{sys.executable} has no tyro; needed: source {ROOT}/.venv/bin/activate")
-
-
-class UserError(Exception):
-    """A mistake that the user can fix. The message is one line: `FOUND; needed: NEEDED`."""
-
-
-def require(ok: bool, found: str, needed: str) -> None:
-    """Raises UserError with the text `FOUND; needed: NEEDED` unless `ok`."""
-    if not ok:
-        raise UserError(f"{found}; needed: {needed}")
-
-
-def printable(text: str) -> str:
-    r"""Returns the text with escapes such as \x1b instead of characters that control a terminal."""
-    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-    return re.sub(controls, lambda match: ascii(match[0])[1:-1], text)
-
-
-@contextlib.contextmanager
-def explained(found: str, needed: str, kind: Any = Exception) -> Iterator[None]:
-    """Context manager that turns an error of the class `kind` into a UserError with the text `FOUND (the
-    error); needed: NEEDED`. The default is every Exception, because json, pyarrow and tokenizers
-    raise errors of many classes."""
-    try:
-        yield
-    except kind as e:
-        reason = shorten(f"{type(e).__name__}: {e}", 200)
-        raise UserError(f"{found} ({reason}); needed: {needed}") from None
-
-
-def shorten(text: str, most: int = 66) -> str:
-    """Returns the text in one line. A line of more than `most` characters gets … in place of its middle."""
-    text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most // 2 - 1]} … {text[2 - most // 2 :]}"
-
-
-def show(text: str) -> None:
-    """Print a text, with escapes instead of control characters (see `printable`)."""
-    print(printable(text))
-
-
-@contextlib.contextmanager
-def user_errors(prog: str) -> Iterator[None]:
-    """Context manager for a command's main function. Prints a UserError as one line and ends the process with
-    status 1. If all ranks of a machine raise the error, only one process prints the line."""
-    for number, name in {1: "stdout", 2: "stderr"}.items():
-        if getattr(sys, name) is None:  # closed: the next file to be opened might get its number
-            os.set_inheritable(os.dup2(os.open(os.devnull, os.O_RDWR), number), True)
-            setattr(sys, name, open(number, "w"))
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal may not be able to encode a response.
-        stream.reconfigure(errors="backslashreplace", line_buffering=True)
-    try:
-        yield
-    except UserError as e:
-        line = printable(f"{prog}: {e}").replace("\n", r"\n")  # a path may have a line break
-        tell_torchrun(line)
-        # RANK: set in every rank. LOCAL_RANK: the rank's number on its machine.
-        # With TORZ_LAUNCHED, the parent process, which started the ranks, prints the line.
-        other_rank = "RANK" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-        silent = other_rank or "TORZ_LAUNCHED" in os.environ
-        sys.exit(1 if silent else line)
-    except KeyboardInterrupt:  # a traceback would hide the last messages
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-
-
-def tell_torchrun(text: str) -> None:
-    """Write `text`, the reason why this process ends, to torchrun's error file. torchrun prints the text of
-    the first process that fails."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 
 
 class Range(NamedTuple):
@@ -869,8 +788,8 @@ DEBUG = dict(prompts_per_step=16, samples_per_prompt=2, critic_updates=1, engine
 # Preset -> number of ranks in its production layout, as in Open-Reasoner-Zero. All other presets have 32.
 RANKS = {"orz-0.5b": 8, "orz-0.5b-1gpu": 1, "orz-1.5b": 16, "orz-qwen3.5-2b": 16}
 NODE = 8  # ranks on a usual machine; train.py starts up to this many without torchrun
-# model.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a GPU,
-# because each chunk reads and writes the output layer's whole gradient.
+# layers/head.py computes the fp32 logits in chunks of at most this many bytes. A large chunk is fast on a
+# GPU, because each chunk reads and writes the output layer's whole gradient.
 CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 LLAMA_LIKE = ("llama", "qwen2")  # model types whose layers are Llama's, with or without biases
 # Tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
@@ -1227,36 +1146,6 @@ def meanings(kind: type[Config] = Config) -> dict[str, str]:
     return dict(re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(kind), re.MULTILINE))
 
 
-# --- files and JSON rows
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replaces the text of a file atomically. Raises OSError if the file can't be written."""
-    temp = path.with_name(f".{path.name}.part")
-    temp.write_text(text)
-    temp.replace(path)
-
-
-def lock_file(file: int, kind: int) -> bool:
-    """Locks an open file or folder until it is closed. Returns False if another open file has a lock that
-    excludes this one, else True. On a file system without locks, returns True and locks nothing.
-
-    file: its descriptor
-    kind: fcntl.LOCK_EX waits; fcntl.LOCK_EX | fcntl.LOCK_NB does not"""
-    try:
-        fcntl.flock(file, kind)
-    except BlockingIOError:
-        return False
-    except OSError:  # the file system has no locks
-        pass
-    return True
-
-
-def follow_umask(file: Path) -> None:
-    """Gives a file the permissions of its folder. safetensors makes files that only their owner can read."""
-    file.chmod(file.parent.stat().st_mode & 0o666)
-
-
 def limit_memory(more: int, for_good: bool = False) -> None:
     """Limits the memory of this process to what it uses now and `more` bytes. for_good: whether the process
     can't raise the limit again."""
@@ -1267,118 +1156,4 @@ def limit_memory(more: int, for_good: bool = False) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most if for_good else hard))
 
 
-PATIENCE = 5.0  # seconds for which a file that can't be read is tried again
-
-
-def if_there(work: Callable[[Path], T], path: Path) -> T | None:
-    """Returns work(path), or None if no file or folder has this path. Raises UserError if the path can't be
-    read for another reason, such as missing permission, a file server that fails, or a link to a disk that is
-    not mounted. Before that, tries again for PATIENCE seconds. Path.glob and Path.is_file are not used,
-    because they take such a path for a missing one."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return work(path)
-        # NotADirectoryError: a part of the path is a file. ValueError: the path has a NUL.
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            links = filter(os.path.islink, (path, *path.parents))
-            if all(map(os.path.exists, links)):  # False if a link's target is missing
-                return None
-            error = "a link without its target"
-        except OSError as e:
-            error = e.strerror
-        require(
-            time.monotonic() < end,
-            f"{path} can't be read ({error})",
-            "permission to read it, and a disk that works",
-        )
-        time.sleep(0.1)
-
-
-def exists(path: Path) -> bool:
-    """Returns whether a file or folder has this path. Raises UserError as `if_there` does."""
-    return if_there(os.stat, path) is not None
-
-
-def is_file(path: Path) -> bool:
-    """Returns whether a file has this path. Raises UserError as `if_there` does."""
-    return exists(path) and path.is_file()
-
-
-def names_in(folder: Path) -> list[str]:
-    """Returns the sorted names of the files in a folder; [] if there is no such folder. Raises UserError as
-    `if_there` does."""
-    return sorted(if_there(os.listdir, folder) or [])
-
-
-def checked(value: Any, shape: Mapping[str, Any], where: str) -> Any:
-    """Returns a JSON value. Raises UserError if it is no dict, or if a value in it has a wrong type.
-
-    shape: key -> type. A key may be missing if its type allows None
-    where: the place of the JSON text, for the message"""
-    if not isinstance(value, dict):
-        raise UserError(f"{where}: {shorten(repr(value))}; needed: dict")
-    for key, kind in shape.items():
-        found = value.get(key)
-        if not isinstance(found, kind):
-            needed = getattr(kind, "__name__", kind)
-            raise UserError(f"{where}: {key} is {shorten(repr(found))}; needed: {needed}")
-    return value
-
-
-ANY: dict[str, Any] = {}  # the shape of every dict
-
-
-def read_json(file: Path, shape: Mapping[str, Any] = ANY) -> Any:
-    """Returns the content of a JSON file; {} if there is no file. Raises UserError if the file can't be read,
-    or if its content has another shape (see `checked`)."""
-    data = if_there(Path.read_bytes, file)
-    if data is None:
-        return {}
-    with explained(f"{file} is damaged", "an intact copy of it"):
-        value = json.loads(data)
-    return checked(value, shape, f"{file}")
-
-
-def read_jsonl(path: Path, shape: Mapping[str, Any] = ANY) -> list[Any]:
-    """Returns the rows of a .jsonl file, or [] if there is no file. Skips lines that a crash cut short.
-    Raises UserError as `read_json` does."""
-    data = if_there(Path.read_bytes, path) or b""
-    rows = []
-    # A row ends only at a line feed. str.splitlines() would also split at U+2028 inside a row.
-    for number, line in enumerate(data.decode(errors="replace").split("\n"), 1):
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            rows.append(checked(row, shape, f"{path}, line {number}"))
-    return rows
-
-
-def write_jsonl(path: Path, rows: Iterable[Mapping]) -> None:
-    """Writes the rows as lines of JSON. Raises OSError if the file can't be written."""
-    # UTF-8 can't encode a lone surrogate.
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for row in rows:
-            print(json.dumps(row, ensure_ascii=False), file=file)
-
-
-GIB = 2**30
 MARKER = "torz.json"  # the file that marks a folder as an export
-
-
-# --- numbers, hashes and differences as text
-
-
-def differences(old: Mapping, new: Mapping) -> list[str]:
-    """Returns a list with the text `key: old -> new` for each key that has different values in both dicts.
-    They are compared in their JSON form (tuples become lists), because `old` may come from a JSON file."""
-    old = json.loads(json.dumps(old))
-    new = json.loads(json.dumps(new))
-    return [f"{k}: {old[k]} -> {v}" for k, v in new.items() if k in old and old[k] != v]
-
-
-def short_hash(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:8]
-
-
-def gib(n: float) -> str:
-    return f"{n / GIB:.1f} GiB" if n >= GIB / 2 else f"{n / 2**20:.1f} MiB"

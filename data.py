@@ -28,9 +28,10 @@ import torch
 from jinja2.sandbox import SandboxedEnvironment
 from torch import Tensor
 
-from configs import Config, Say, explained, limit_memory, prompt_form, require, show
+from configs import Config, Say, limit_memory, prompt_form
 from dist import Layout
 from grading.rows import MARKUP, problem_rows, suspicious
+from guard.messages import explained, require, show
 from reward import kind_of
 
 # The second number of each random seed in this file. So the order of the problems, the minibatches and the

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from configs import UserError, explained, require, short_hash
+from guard.messages import UserError, explained, require, short_hash
 
 # torch.distributed.checkpoint (DCP) warns if a single process reads or writes a checkpoint. This is no error.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -101,7 +101,7 @@ def launch(ranks: int, grace: float) -> int | str:
         return 128 + e.sigval  # number of the signal; shells report it like this
     except errors.ChildFailedError as e:
         rank, failure = e.get_first_failure()
-        if isinstance(failure.message, dict):  # from configs.tell_torchrun
+        if isinstance(failure.message, dict):  # from guard.messages.tell_torchrun
             return failure.message["message"].strip().splitlines()[-1]
         by = f"status {failure.exitcode}"
         if failure.exitcode < 0:  # a signal ended the rank

@@ -26,9 +26,11 @@ import numpy as np
 import torch
 
 import dist
-from configs import Config, read_json, require
+from configs import Config
 from data import Sample
 from dist import Device, Weights
+from guard.files import read_json
+from guard.messages import require
 from model import Policy, load_config
 
 Key = tuple[int, int]  # prompt_id and sample_id

@@ -21,22 +21,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dist
-from configs import (
-    Config,
-    Say,
-    explained,
-    if_there,
-    printable,
-    read_jsonl,
-    replace_text,
-    shorten,
-    write_jsonl,
-)
+from configs import Config, Say
 from data import Sample, group_by_prompt
 from grading.worker import REASONS
+from guard.files import if_there, read_jsonl, replace_text, write_jsonl
+from guard.messages import explained, printable, shorten
 from reward import repeated_ngrams, terms_of
 
-# Fields that a row must have, with their types: in metrics.jsonl, and in alarms.jsonl (see configs.checked)
+# Fields that a row must have, with their types, in metrics.jsonl and in alarms.jsonl (see files.checked)
 METRICS = {"step": int}
 ALARM = {"step": int, "text": str}
 

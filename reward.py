@@ -23,11 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs import Config, checked, explained, is_file, nearest, require, run_command
+from configs import Config, nearest, run_command
 from grading.answers import KINDS
 from grading.extract import extract
 from grading.rows import dataset_of, gold_answer, read_rows
 from grading.worker import REASONS, SPEC, Grader, Reply  # noqa: F401  others import them
+from guard.files import checked, is_file
+from guard.messages import explained, require
 
 # --- the terms of --reward
 

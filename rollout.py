@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import dist
-from configs import PRESETS, Config, Say, UserError, require
+from configs import PRESETS, Config, Say
 from data import (
     Problem,
     Sample,
@@ -32,6 +32,7 @@ from engine import Engine, Key, first_stop
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VLLMEngine
 from grading.worker import Grade, Grader, reason_of
+from guard.messages import UserError, require
 from model import load_config, ropes
 from reward import REWARD_PARTS, check_functions, extractors, graders_of, terms_of
 

@@ -24,16 +24,9 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from configs import (
-    NODE,
-    Config,
-    check_paths,
-    parse,
-    require,
-    set_allocator,
-    user_errors,
-)
+from configs import NODE, Config, check_paths, parse, set_allocator
 from guard.lock import FolderLock
+from guard.messages import require, user_errors
 from reward import check_functions, terms_of
 from tools.plan import check_ranks
 

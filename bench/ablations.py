@@ -43,20 +43,12 @@ import ppo
 import train
 from bench.common import RESULTS, ROOT, in_forks, markdown
 from bench.tasks import build
-from configs import (
-    PRESETS,
-    Config,
-    UserError,
-    explained,
-    parse,
-    read_jsonl,
-    require,
-    short_hash,
-    user_errors,
-)
+from configs import PRESETS, Config, parse
 from engines import torch_engine
 from grading.worker import user_files
+from guard.files import read_jsonl
 from guard.identity import VERSIONS
+from guard.messages import UserError, explained, require, short_hash, user_errors
 from log import read_metrics
 from tools import tiny
 

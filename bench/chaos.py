@@ -647,7 +647,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    from configs import user_errors
+    from guard.messages import user_errors
     from tools.tiny import build
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends processes and unmounts

@@ -41,7 +41,7 @@ def say(row: dict) -> None:
 def new_folder(out: str) -> Path:
     """Returns the absolute path of --out. Raises UserError if the path exists and is not an empty folder."""
     # not at the top: bench/vs_trl.py imports this file in the environment of TRL
-    from configs import require
+    from guard.messages import require
 
     path = Path(out).absolute()
     require(not path.exists() or path.is_dir() and not any(path.iterdir()), f"{path} is not empty",

@@ -123,8 +123,9 @@ class Late(BaseException):
 
 def earlier(commit: str) -> Callable[[str, str], bool]:
     """Returns the function `grade` of a commit's grading/answers.py."""
-    code = subprocess.check_output(["git", "archive", commit, "configs.py", "grading"], cwd=ROOT)
-    ours = {n: module for n, module in sys.modules.items() if n.split(".")[0] in ("configs", "grading")}
+    code = subprocess.check_output(["git", "archive", commit, "configs.py", "grading", "guard"], cwd=ROOT)
+    folders = ("configs", "grading", "guard")
+    ours = {n: module for n, module in sys.modules.items() if n.split(".")[0] in folders}
     with tempfile.TemporaryDirectory() as folder:
         tarfile.open(fileobj=io.BytesIO(code)).extractall(folder, filter="data")
         for name in ours:

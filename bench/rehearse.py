@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from bench.common import ROOT, arguments, environment, new_folder, say
-from configs import user_errors
+from guard.messages import user_errors
 from log import read_metrics
 
 

@@ -21,7 +21,8 @@ from dataclasses import replace
 import dist
 import train
 from bench.common import arguments, new_folder, say
-from configs import PRESETS, user_errors
+from configs import PRESETS
+from guard.messages import user_errors
 
 BLOCK = 5  # training steps in a block
 

@@ -20,7 +20,8 @@ import dist
 import train
 from bench.common import say
 from bench.limits import device_name, matmul_flops
-from configs import Config, parse, require, user_errors
+from configs import Config, parse
+from guard.messages import require, user_errors
 from log import read_metrics
 
 WARMUP = 3

@@ -22,7 +22,8 @@ import functools
 import random
 from collections.abc import Callable
 
-from configs import OPEN_R1_SYSTEM, user_errors
+from configs import OPEN_R1_SYSTEM
+from guard.messages import user_errors
 from tools import tiny
 from tools.tiny import GUESSES, Task, add, guess, make_tokenizer
 

@@ -15,6 +15,7 @@ import torch.distributed as td
 
 import configs
 from bench.common import say
+from guard.messages import GIB
 from tools import plan
 
 SENDS: Counter = Counter()  # (collective, "within" or "between" nodes) -> bytes
@@ -59,4 +60,4 @@ if __name__ == "__main__":
     count()
     train.main(configs.parse())
     if td.get_rank() == 0:
-        say({f"{name}, {way}": round(n / configs.GIB, 4) for (name, way), n in sorted(SENDS.items())})
+        say({f"{name}, {way}": round(n / GIB, 4) for (name, way), n in sorted(SENDS.items())})

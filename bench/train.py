@@ -37,7 +37,8 @@ from bench.limits import copy_bandwidth, device_name, matmul_flops, peak_memory
 from bench.shape import config_of
 from configs import PRESETS
 from data import Pack, Sample, pack
-from model import ChunkedLogProbs, Critic, Policy
+from layers.head import ChunkedLogProbs
+from model import Critic, Policy
 
 
 def random_model(kind: type, config, shard_fn, device: torch.device) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from bench.common import say
-from configs import read_json, read_jsonl
+from guard.files import read_json, read_jsonl
 
 
 def main() -> None:

@@ -38,10 +38,12 @@ from torch import Tensor, nn
 import configs
 from engine import Engine, Key
 from engines import vllm_engine
-from model import Policy, Segments, gated, rms_norm, varlen_attn
+from layers.attention import Segments, varlen_attn
+from layers.mlp import gated, rms_norm
+from model import Policy
 
 if torch.cuda.is_available():  # CPU builds of torch have no Triton
-    import gpu_kernels
+    from layers import gpu_kernels
 
 LOOK = 8  # decoding steps between two looks of the host
 PREFILL = 16384  # tokens of a pack of prompts with --pack_len 0

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import dist
-from configs import explained, require
 from engine import Engine
+from guard.messages import explained, require
 from model import load_config
 
 VERSIONS = ("0.32", "0.33")  # the tested versions, by their starts

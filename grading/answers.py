@@ -67,7 +67,6 @@ What counts as equal:
 import re
 from itertools import permutations, repeat
 
-from configs import require
 from grading.statements import NAME, read
 from grading.tokens import MANY, PLURAL, any_of, unit_of
 from grading.trees import (
@@ -87,6 +86,7 @@ from grading.trees import (
     with_letters,
 )
 from grading.values import EQUATIONS, math_equal
+from guard.messages import require
 
 KINDS = ("math", "choice", "exact")
 

@@ -9,8 +9,8 @@ the text.
 import re
 from functools import partial
 
-from configs import require
 from grading.tokens import plain
+from guard.messages import require
 
 # Group 1 matches \boxed{ or {, and group 2 matches }. `_boxes` skips all other matches: the printed braces \{
 # and \}, and the line break \\. In \\{, group 1 matches the brace.

@@ -39,9 +39,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from configs import UserError, data_file, explained, require
+from configs import data_file
 from grading.answers import KINDS, grade, quick_grade
 from grading.extract import extract
+from guard.messages import UserError, explained, require
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
 PROBLEM = ("prompt", "problem", "question", "messages")

@@ -45,9 +45,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import CODE, ROOT, Say, UserError, limit_memory, nearest, short_hash, shorten
+from configs import CODE, ROOT, Say, limit_memory, nearest
 from grading.answers import grade, quick_grade, repeats
 from grading.extract import extract
+from guard.messages import UserError, short_hash, shorten
 
 # Of a grade. The outcome of an environment has the reason "replied" if it is no error and no timeout.
 REASONS = ("correct", "partial", "wrong", "unparsed", "truncated", "timeout", "error")

@@ -20,26 +20,16 @@ import torch
 
 import ckpt
 import dist
-from configs import (
-    GIB,
-    Config,
-    Say,
-    UserError,
-    explained,
-    gib,
-    names_in,
-    read_json,
-    require,
-    short_hash,
-    shorten,
-)
+from configs import Config, Say
 from data import Problem, Sample
 from grading.answers import grade
 from grading.extract import readers
 from grading.rows import WORD
 from grading.worker import MAX_ANSWER, Grader
+from guard.files import names_in, read_json
 from guard.identity import VERSIONS, check_same, source_of
 from guard.lock import FolderLock
+from guard.messages import GIB, UserError, explained, gib, require, short_hash, shorten
 from model import load_config, load_tokenizer
 from reward import graders_of, terms_of
 from rollout import max_positions

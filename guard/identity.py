@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import dist
-from configs import CODE, Config, differences, explained, require, short_hash
+from configs import CODE, Config
 from data import Problem
 from engine import eos_ids
 from grading.worker import Grader
+from guard.messages import differences, explained, require, short_hash
 from model import load_config
 from reward import terms_of
 

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs import explained, if_there, lock_file, read_json, require, show
+from guard.files import if_there, lock_file, read_json
+from guard.messages import explained, require, show
 
 # Seconds to wait for a lock of another host. NFS keeps the lock of a lost host for about 90 s.
 LOCK_PATIENCE = 120.0

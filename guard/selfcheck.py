@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import dist
-from configs import Config, require
+from configs import Config
 from data import Problem, Sample, pack
 from engine import Engine
+from guard.messages import require
 from rollout import CHECK
 
 CHECK_TOKENS = 16  # length of a response in the self-check, in tokens

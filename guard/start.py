@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 import dist
-from configs import Config, Say, UserError, read_json, require
+from configs import Config, Say
 from data import Problem, Sample, Solved, load_problems, set_template
 from engine import Engine
 from grading.worker import Grader
@@ -32,6 +32,7 @@ from guard.checks import (
     check_vocabularies,
     preflight,
 )
+from guard.files import read_json
 from guard.identity import (
     Facts,
     check_same,
@@ -39,6 +40,7 @@ from guard.identity import (
     source_of,
 )
 from guard.lock import FolderLock
+from guard.messages import UserError, require
 from guard.selfcheck import check_engine
 from guard.watch import watch
 from log import Logger, tell

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import torch.distributed as td
 
-from configs import printable, tell_torchrun
 from dist import CURRENT, handled_signals, stop_signal
+from guard.messages import printable, tell_torchrun
 
 # In the traceback of a rank that lost its connection to another one
 LOST = re.compile("gloo/transport|Dist(Backend|Network)Error")

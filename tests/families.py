@@ -30,6 +30,7 @@ import model
 import rollout
 from configs import PRESETS
 from engines import vllm_engine
+from layers import attention
 from tools.tiny import make_tokenizer
 
 WINDOW = 7  # attention window in tokens; samples have up to 32 tokens
@@ -221,7 +222,7 @@ def delta_rule_in_fp32() -> None:
         query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
         for i, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
             at, index = slice(start, end), initial_state_indices[i]
-            part, state = model._chunked_rule()(
+            part, state = attention._chunked_rule()(
                 *(x[:, at] for x in (query, key, value, g, beta)), initial_state=initial_state[index][None],
                 output_final_state=True, use_qk_l2norm_in_kernel=True)
             initial_state[index] = state[0]

@@ -16,7 +16,8 @@ import torch.utils.tensorboard  # noqa: F401  loaded once here, not in each fork
 from conftest import Operations, wait_until
 from torch.distributed.tensor import DTensor
 
-from configs import UserError, parse
+from configs import parse
+from guard.messages import UserError
 from log import Logger, Meter, read_metrics
 
 matplotlib.use("Agg")

@@ -18,9 +18,10 @@ import ppo
 import train
 from bench import ablations, tasks
 from bench.countdown import reaches
-from configs import UserError, read_jsonl
 from data import Sample
 from engines import torch_engine
+from guard.files import read_jsonl
+from guard.messages import UserError
 from tools import tiny
 
 # Task -> (function that writes a solution, function that lists problems).

@@ -3,12 +3,12 @@ r"""Tests of answers: which text of a response is the answer, and which answers 
 import pytest
 from steps import Steps
 
-from configs import UserError
 from grading import answers, statements, tokens, trees, values
 from grading import extract as extraction
 from grading.answers import grade, quick_grade, repeats
 from grading.extract import EXTRACTORS, extract, readers
 from grading.statements import read
+from guard.messages import UserError
 
 ALL = "orz boxed answer_tag gsm8k dapo letter last_number whole".split()
 BLOCK = r"so </think> <answer> The answer is \boxed{42}. </answer>"

@@ -18,9 +18,9 @@ from conftest import ROOT, maths, run_ranks, start_ranks, wait_until
 
 import ckpt
 import dist
-from configs import UserError
 from guard.checks import check_space
 from guard.lock import FolderLock
+from guard.messages import UserError
 from guard.watch import handle_signals, watch
 from log import read_metrics
 
@@ -80,7 +80,7 @@ def test_ranks_that_would_resume_from_other_checkpoints_are_refused(base, two_ra
 
 def test_under_torchrun_the_line_is_the_last_thing_on_the_screen(tmp_path):
     program = tmp_path / "rank.py"  # without torch, which is slow to import
-    program.write_text("from configs import UserError, user_errors\n"
+    program.write_text("from guard.messages import UserError, user_errors\n"
                        "with user_errors('train.py'):\n    raise UserError('found; needed: more')\n")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program],

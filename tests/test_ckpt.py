@@ -34,9 +34,10 @@ import ckpt
 import dist
 import train
 from bench.tasks import chat_tokenizer
-from configs import PRESETS, UserError
+from configs import PRESETS
 from data import prompt_encoder, prompt_form
 from guard.identity import VERSIONS, check_unchanged, differences, facts_of, settings
+from guard.messages import UserError
 from guard.watch import handle_signals
 from log import read_metrics
 from model import load_critic, load_policy, load_tokenizer

@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT
 
 import configs
-from configs import PRESETS, Config, UserError, check_paths, parse
+from configs import PRESETS, Config, check_paths, parse
+from guard.messages import UserError
 
 
 def test_a_flag_beats_the_layout_which_beats_the_preset(monkeypatch):

@@ -10,7 +10,8 @@ from ranks import make_samples
 import data
 import dist
 import train
-from configs import PRESETS, UserError
+from configs import PRESETS
+from guard.messages import UserError
 from log import Meter
 from model import load_policy, load_tokenizer
 

@@ -37,7 +37,7 @@ FENCED = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
 PROSE = re.sub(r"^```.*?^```\n", "", TEXT, flags=re.M | re.S)
 UNINDENTED = re.sub(r"^    .*\n", "", PROSE, flags=re.M)
 SPANS = [" ".join(s.split()) for s in re.findall(r"`([^`]+)`", UNINDENTED)]
-FOLDERS = ("engines", "grading", "guard", "tools")
+FOLDERS = ("engines", "grading", "guard", "layers", "tools")
 SOURCES = {".".join(p.relative_to(ROOT).with_suffix("").parts): p.read_text(encoding="utf-8")
            for folder in ("", *FOLDERS) for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"}
 TOOLS = ("python", "torchrun", "make", "pip", "ruff", "tensorboard", "sbatch", "srun", "jupyter", "git")

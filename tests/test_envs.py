@@ -15,9 +15,9 @@ import torch
 from conftest import ROOT, maths, run, run_ranks, wait_until
 from test_turns import content, sampled
 
-from configs import UserError
 from grading.rows import problem_rows
 from grading.worker import Grade, Grader, Reply
+from guard.messages import UserError
 from log import read_metrics
 
 LOGGED = '''

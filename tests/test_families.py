@@ -21,11 +21,12 @@ import ckpt
 import data
 import model
 import rollout
-from configs import PRESETS, UserError
+from configs import PRESETS
 from engines import vllm_engine
 from engines.torch_engine import TorchEngine
 from guard.checks import check_vocabularies
 from guard.identity import model_facts
+from guard.messages import UserError
 from tools import plan
 
 ONE_OF_EACH = [name for name in families.MODELS if "-" not in name]  # one model of each family

@@ -28,11 +28,13 @@ import ckpt
 import configs
 import dist
 import train
-from configs import UserError, checked, exists
 from engine import MemoryLedger, eos_ids
 from grading.rows import read_rows
+from guard import files
 from guard.checks import is_run
+from guard.files import checked, exists
 from guard.lock import FolderLock
+from guard.messages import UserError
 from guard.watch import handle_signals
 from log import Logger, read_metrics
 from model import files_weights, load_config, load_policy, load_tokenizer
@@ -44,7 +46,7 @@ OTHER = 65534  # the user nobody
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(configs, "PATIENCE", 0.05)
+    monkeypatch.setattr(files, "PATIENCE", 0.05)
 
 
 def spoil(path: Path, how: str) -> None:
@@ -148,7 +150,7 @@ def test_what_belongs_to_another_user_is_not_absent(tmp_path_factory, place, mod
 
 
 def resumed(cfg, part, number, times):
-    configs.PATIENCE = 60.0
+    files.PATIENCE = 60.0
     left = faulty(part, number, times)
     found = ranks.prepared(cfg)
     return found if isinstance(found, str) or left else found["start"]
@@ -442,7 +444,7 @@ def test_a_command_runs_with_closed_streams(closed):
     """As with `ssh HOST 'COMMAND >&- 2>&- <&- &'`. What it opens gets no number of these streams."""
     code = """
 import os, subprocess, sys
-from configs import show, user_errors
+from guard.messages import show, user_errors
 with user_errors('x'):
     show('text')
     print('text', file=sys.stderr)

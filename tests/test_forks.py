@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 import ckpt
-from configs import read_jsonl
+from guard.files import read_jsonl
 from log import read_metrics
 
 DOC = (ROOT / "docs/forking.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ OPTIMIZER = "        roles[who] = Role(who, model, None)\n"
 LAYERS = [("guard/start.py", OPTIMIZER, told("        model.requires_grad_(False)") + OPTIMIZER)]
 SUBSET = told("import random\n\nfrom grading")  # section 13: random rows of a data file
 TESTED = [OPO, SAPO, AVERAGE, DIGITS, ENDS, STOP, CSV, ENGINE, MUON, S3, BREVITY, LAYERS]
-FOLDERS = ("", "engines", "grading", "guard", "tools")
+FOLDERS = ("", "engines", "grading", "guard", "layers", "tools")
 
 
 def sources(root: Path) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Tests of gpu_kernels.py, in Triton's interpreter, and of the MLP in model.py that uses them."""
+"""Tests of layers/gpu_kernels.py, in Triton's interpreter, and of the layers that use them."""
 
 import os
 import sys
@@ -14,11 +14,12 @@ from transformers.activations import ACT2FN
 
 import data
 import model
+from layers import attention, head, mlp
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    """A function that calls a function of gpu_kernels.py in Triton's interpreter. Triton reads
+    """A function that calls a function of layers/gpu_kernels.py in Triton's interpreter. Triton reads
     TRITON_INTERPRET when it is imported, so the interpreter runs in another process, which imports Triton
     again."""
     with ProcessPoolExecutor(1, get_context("fork"), interpreted) as pool:
@@ -29,12 +30,13 @@ def interpreted():
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     for name in [*sys.modules]:
-        if name == "gpu_kernels" or name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+        is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")
+        if is_triton or name == "layers.gpu_kernels":
             del sys.modules[name]
 
 
 def call(name, args):
-    import gpu_kernels as kernels
+    from layers import gpu_kernels as kernels
 
     if name == "rotated_and_stored":  # in another process: return what it has written
         return kernels.rotate_and_store(*args), args[3]
@@ -42,7 +44,7 @@ def call(name, args):
 
 
 def in_pytorch(name, *args):
-    return getattr(model, name)(*args)
+    return getattr(head, name)(*args)
 
 
 def in_fp64(z, targets, temperature, g_logp, g_entropy):
@@ -55,12 +57,12 @@ def in_fp64(z, targets, temperature, g_logp, g_entropy):
     return logp.detach(), entropy.detach(), z.grad
 
 
-@pytest.mark.parametrize("form", ["kernels", "model"])
+@pytest.mark.parametrize("form", ["kernels", "head"])
 @pytest.mark.parametrize("vocabulary,rows", [(1000, 5), (8192, 1), (8193, 3), (250000, 1)])
 def test_the_head_equals_a_softmax_in_fp64(form, vocabulary, rows, kernels):
     """The logits reach ±12, so at temperature 0.05 their rounding to fp32 is 1e-5. The first row's gradients
     are 0, as those of a token outside the loss."""
-    form = {"kernels": kernels, "model": in_pytorch}[form]
+    form = {"kernels": kernels, "head": in_pytorch}[form]
     g = torch.Generator().manual_seed(vocabulary)
     z = 3 * torch.randn(rows, vocabulary, generator=g)
     targets = torch.randint(0, vocabulary, (rows,), generator=g)
@@ -165,10 +167,10 @@ def test_attention_with_the_rotary_kernel_equals_that_of_transformers(family, tm
         calls.append(x.shape)
         return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
-    monkeypatch.setattr(model, "gpu_kernels", SimpleNamespace(rotate=rotate), raising=False)
+    monkeypatch.setattr(attention, "gpu_kernels", SimpleNamespace(rotate=rotate), raising=False)
     for replaced in (False, True):
         if replaced:
-            monkeypatch.setattr(model, "attention_forward", model.rotary_attention)
+            monkeypatch.setattr(model, "attention_forward", attention.rotary_attention)
         policy = model.load_policy(folder)
         logp, _ = policy(p, 1.0)
         (logp.sum()).backward()
@@ -196,7 +198,7 @@ def test_a_down_projection_that_does_not_store_its_input_has_the_same_gradients(
             product = act(inputs[0]) * inputs[1]
             count = len(stored)
             out = (linear(product) if kept else
-                   model.DownProjection.apply(act, *inputs, product, linear.weight, linear.bias))
+                   mlp.DownProjection.apply(act, *inputs, product, linear.weight, linear.bias))
         assert kept == any(x.data_ptr() == product.data_ptr() for x in stored[count:])
         results.append((out, *torch.autograd.grad(out, parameters, grad)))
     for got, want in zip(*results, strict=True):

@@ -20,9 +20,11 @@ import torch
 from conftest import ROOT, maths, run, run_ranks, start_ranks
 from transformers import AutoModelForCausalLM
 
-from configs import PRESETS, UserError, parse, read_jsonl
+from configs import PRESETS, parse
 from data import load_problems
 from guard.alarms import active_alarms, new_alarms
+from guard.files import read_jsonl
+from guard.messages import UserError
 from log import Logger, Meter, Tracker, measure_samples, read_metrics
 from model import load_tokenizer
 

@@ -21,9 +21,10 @@ import data
 import dist
 import model
 import train
-from configs import UserError, parse, short_hash
+from configs import parse
 from guard.checks import case_of
 from guard.identity import check_unchanged, weights_hash
+from guard.messages import UserError, short_hash
 from guard.start import load_models
 from log import Meter
 from tools import plan

@@ -15,7 +15,8 @@ import configs
 import grpo
 import ppo
 import train
-from configs import PRESETS, UserError
+from configs import PRESETS
+from guard.messages import UserError
 
 
 def test_maxrl_divides_by_the_mean():

@@ -21,8 +21,10 @@ import ckpt
 import configs
 import dist
 import reward
-from configs import UserError, check_paths, parse, run_command
+from configs import check_paths, parse, run_command
 from engines import vllm_engine
+from guard import files
+from guard.messages import UserError
 from reward import check_functions
 from tools import report
 from tools import tiny as tiny_model
@@ -231,7 +233,7 @@ def test_a_mistake_is_the_only_line_on_the_screen_and_is_said_before_torch_is_im
 
 def test_a_mistake_that_ranks_find_is_one_line_on_each(folder, base, tiny, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(configs, "PATIENCE", 0.05)
+    monkeypatch.setattr(files, "PATIENCE", 0.05)
     common = ["tiny-ppo", "--model", tiny, "--eval_data", *base.data, "--dtype", "float32",
               "--go", "--out", "run"]
     commands = [[*common, *([] if "--data" in typed else ["--data", *base.data]), *typed.split()]
@@ -287,7 +289,7 @@ def test_a_rank_without_torchrun_is_one_line(monkeypatch):
 
 def test_a_mistake_that_launched_ranks_find_is_the_only_line(tmp_path):  # the ranks are small programs
     (tmp_path / "rank.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
-                                      "from configs import UserError, user_errors\n"
+                                      "from guard.messages import UserError, user_errors\n"
                                       "with user_errors('train.py'):\n    raise UserError('a; needed: b')\n")
     main = "import sys, dist\nsys.argv = ['rank.py']\nsys.exit(dist.launch(2, 9))\n"
     (tmp_path / "main.py").write_text(main)

@@ -1,4 +1,4 @@
-"""Tests of model.py: recomputation, shared prefixes, log-probs in chunks, and the critic."""
+"""Tests of model.py and layers/: recomputation, shared prefixes, log-probs in chunks, and the critic."""
 
 import json
 import shutil
@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import configs
 import data
 import model
-from configs import UserError
+from guard.messages import UserError
+from layers import attention, head
 from tools import plan
 
 
@@ -43,8 +45,8 @@ def test_recomputing_costs_the_products_of_whole_layers_only(tiny):
 def attention_gradients(qkv, p, grad):
     """Returns the gradients for queries, keys and values, (1, heads, tokens, d) each."""
     qkv = [x.clone().requires_grad_() for x in qkv]
-    segments = model.Segments(p.cu_seqlens, p.longest, p.unique, p.inverse)
-    out = model.packed_attention(None, *qkv, None, 0.25, segments)[0]
+    segments = attention.Segments(p.cu_seqlens, p.longest, p.unique, p.inverse)
+    out = attention.packed_attention(None, *qkv, None, 0.25, segments)[0]
     return torch.autograd.grad(out, qkv, grad)
 
 
@@ -90,21 +92,21 @@ def test_copied_rows_get_the_sum_of_their_copies_gradients():
     x, index = torch.randn(30, 3, 5, generator=g), torch.randint(0, 20, (200,), generator=g)
     index[:40] = 7
     grad, a, b = torch.randn(200, 3, 5, generator=g), *(y.requires_grad_() for y in (x.clone(), x.double()))
-    got, = torch.autograd.grad(model.TakeRows.apply(a, index), a, grad)
+    got, = torch.autograd.grad(attention.TakeRows.apply(a, index), a, grad)
     want, = torch.autograd.grad(b.index_select(0, index), b, grad.double())
     assert (got - want).abs().max() < 1e-5 and not got[20:].any()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
-    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", 4 * 50 * chunk)
+    monkeypatch.setitem(configs.CHUNK_BYTES, "cpu", 4 * 50 * chunk)
     g = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(23, 8, generator=g), torch.randn(50, 8, generator=g)
     targets = torch.randint(0, 50, (23,), generator=g)
     a, b = torch.randn(23, generator=g), torch.randn(23, generator=g)
     got = [x.clone().requires_grad_() for x in (hidden, weight)]
     want = [x.clone().double().requires_grad_() for x in (hidden, weight)]
-    logp, entropy = model.ChunkedLogProbs.apply(*got, targets, 0.8)
+    logp, entropy = head.ChunkedLogProbs.apply(*got, targets, 0.8)
     full = (want[0] @ want[1].t() / 0.8).log_softmax(-1)
     logp_want, entropy_want = full.gather(1, targets[:, None])[:, 0], -(full.exp() * full).sum(-1)
     assert (logp - logp_want).abs().max() < 1e-5 and (entropy - entropy_want).abs().max() < 1e-5
@@ -116,14 +118,14 @@ def test_chunked_log_probs_equal_the_full_softmax(chunk, monkeypatch):
 
 def test_log_probs_take_memory_by_the_chunk_not_by_the_pack(monkeypatch, tmp_path):
     """At most CHUNKS_ALIVE chunks of logits are in memory at once, as tools/plan.py assumes."""
-    monkeypatch.setitem(model.CHUNK_BYTES, "cpu", chunk := 5 * 2**20)
+    monkeypatch.setitem(configs.CHUNK_BYTES, "cpu", chunk := 5 * 2**20)
     weight = torch.randn(20000, 8, requires_grad=True)
 
     def peak(tokens: int) -> int:
         hidden, targets = torch.randn(tokens, 8, requires_grad=True), torch.arange(tokens)
 
         def work() -> None:
-            logp, entropy = model.ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
+            logp, entropy = head.ChunkedLogProbs.apply(hidden, weight, targets, 1.0)
             (logp + entropy).sum().backward()
 
         work()  # not measured: the first pass also allocates memory that later ones reuse

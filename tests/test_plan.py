@@ -23,8 +23,9 @@ import dist
 import model
 import train
 from bench.nullgpu.memory import CASES, case_of, planned
-from configs import GIB, PRESETS, UserError, parse
+from configs import PRESETS, parse
 from guard import checks
+from guard.messages import GIB, UserError
 from guard.start import as_before, load_models, with_checkpoint
 from log import Logger, Meter
 from tools import plan

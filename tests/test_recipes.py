@@ -29,8 +29,10 @@ import log
 import reward
 import rollout
 from bench import shape, tasks
-from configs import PRESETS, UserError, parse, read_jsonl
+from configs import PRESETS, parse
 from guard.checks import check_parts
+from guard.files import read_jsonl
+from guard.messages import UserError
 from model import load_tokenizer
 from rollout import accuracy
 from tools import evaluate

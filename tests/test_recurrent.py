@@ -20,7 +20,9 @@ import data
 import dist
 import model
 import rollout
-from configs import PRESETS, UserError
+from configs import PRESETS
+from guard.messages import UserError
+from layers import attention
 
 NEAR = 1e-5
 # Segments around the chunk of 64 tokens, and eight samples of one prompt of 70 tokens.
@@ -97,8 +99,8 @@ def test_prompts_are_computed_once_and_their_states_in_each_segment(folder, monk
     policy, p, seen = model.load_policy(folder), data.pack(samples()[-8:]), []
     policy.model.layers[0].linear_attn.in_proj_qkv.register_forward_hook(
         lambda module, args, out: seen.append(len(out)))
-    recur = model._recur
-    monkeypatch.setattr(model, "_recur", lambda net, rows, cu: seen.append(rows[..., 0].numel()) or
+    recur = attention._recur
+    monkeypatch.setattr(attention, "_recur", lambda net, rows, cu: seen.append(rows[..., 0].numel()) or
                         recur(net, rows, cu))
     policy(p, 1.0)
     computed, *blocks = seen
@@ -141,17 +143,17 @@ def dtypes_in_bf16(path: str) -> tuple[set, set, set, set]:
     them; of the gradients; and as they go to the engine."""
     world, seen = dist.init("cpu", "bfloat16"), set()
     shard_fn = functools.partial(dist.shard, over=dist.mesh(world), dtype=torch.bfloat16)
-    policy, recur = model.load_policy(path, "cpu", shard_fn), model._recur
+    policy, recur = model.load_policy(path, "cpu", shard_fn), attention._recur
 
     def spy(net, rows, cu):
         seen.update([("A_log", net.A_log.dtype), ("dt_bias", net.dt_bias.dtype),
                      ("weight", net.conv1d.weight.dtype)])
         return recur(net, rows, cu)
 
-    model._recur = spy
+    attention._recur = spy
     logp = policy(data.pack(make_samples(4)), 1.0)[0]
     logp.sum().backward()
-    model._recur = recur
+    attention._recur = recur
     pushed = {(name.split(".")[-1], t.dtype) for name, t in dist.full_weights(policy)}
     gradients = {p.grad.dtype for p in policy.parameters()}
     assert all((full(p.grad) != 0).any() for n, p in policy.named_parameters() if n.endswith(dist.FP32))

@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 from test_log import METRICS, PPO, healthy, learning, written
 
 from bench import ablations
-from configs import UserError, read_jsonl, run_command
+from configs import run_command
+from guard.files import read_jsonl
+from guard.messages import UserError
 from log import Logger, read_metrics
 from tools import report
 from tools.report import PANELS, plot, recipes, report_on, story, write_report

@@ -23,13 +23,14 @@ from conftest import ROOT, run, run_ranks, wait_until
 
 import reward
 import train
-from configs import UserError, parse
+from configs import parse
 from data import Problem, Sample
 from grading import worker
 from grading.answers import grade
 from grading.extract import extract_answer
 from grading.worker import Grade, Grader
 from guard.checks import ungradable
+from guard.messages import UserError
 from reward import check_functions, think_then_answer
 from rollout import sample_row
 

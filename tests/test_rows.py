@@ -22,11 +22,12 @@ from tokenizers.processors import TemplateProcessing
 import data
 import dist
 import rollout
-from configs import PRESETS, UserError
+from configs import PRESETS
 from grading import rows
 from grading.worker import Grader
 from guard import checks
 from guard.identity import fingerprint
+from guard.messages import UserError
 from model import load_config, load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)

@@ -11,7 +11,8 @@ from ranks import main
 from safetensors.torch import load_file
 
 import ckpt
-from configs import PRESETS, read_jsonl
+from configs import PRESETS
+from guard.files import read_jsonl
 from tools import tiny
 
 

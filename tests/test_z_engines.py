@@ -21,9 +21,11 @@ import dist
 import model
 import rollout
 import train
-from configs import PRESETS, UserError
+from configs import PRESETS
 from engines import torch_engine, vllm_engine
 from guard import selfcheck as checks
+from guard.messages import UserError
+from layers import attention
 from log import read_metrics
 
 # max_prompt_len is 200, so a prompt can fill a block of vLLM's prefix cache (128 tokens on a CPU).
@@ -132,7 +134,7 @@ def test_tokens_and_log_probs_are_those_of_a_naive_nucleus(engine, policy, promp
     assert sorted(samples) == [(prompt_id, i) for prompt_id in prompts for i in range(3)]
     for k, s in samples.items():
         ids = torch.tensor([*prompts[k[0]], *s.ids.tolist()])
-        segments = model.Segments(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        segments = attention.Segments(torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
         with torch.no_grad():
             hidden = policy.hidden(ids[None], torch.arange(len(ids))[None], segments=segments)[0]
             logits = (hidden @ policy.lm_head.weight.T)[-len(s.ids) - 1:-1]

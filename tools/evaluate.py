@@ -43,20 +43,14 @@ from configs import (
     Say,
     check_model,
     check_paths,
-    differences,
-    explained,
     from_hub,
     given_flags,
     meanings,
     parse,
     prompt_form,
-    read_json,
-    replace_text,
-    require,
-    show,
-    user_errors,
-    write_jsonl,
 )
+from guard.files import read_json, replace_text, write_jsonl
+from guard.messages import differences, explained, require, show, user_errors
 from reward import check_functions, graders_of, terms_of
 
 # --- the command line

@@ -28,22 +28,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import configs
-from configs import (
-    CHUNK_BYTES,
-    GIB,
-    KV_PAGE,
-    LLAMA_LIKE,
-    NODE,
-    Config,
-    UserError,
-    gib,
-    read_json,
-    require,
-)
+from configs import CHUNK_BYTES, KV_PAGE, LLAMA_LIKE, NODE, Config
 from grading.rows import problem_of, read_rows
+from guard.files import read_json
+from guard.messages import GIB, UserError, gib, require, user_errors
 
 MOMENTS = 2  # numbers that AdamW keeps for each trained weight
-CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (model.py)
+CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (layers/head.py)
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
@@ -124,7 +115,7 @@ def gpu_of(device: str, memory: float) -> GPU:
 
 
 class DeltaNets(NamedTuple):
-    """The sizes of Qwen3.5's gated delta nets (model.delta_net)."""
+    """The sizes of Qwen3.5's gated delta nets (layers.attention.delta_net)."""
 
     layers: int = 0  # number of layers that have one in place of attention
     heads: int = 0  # number of heads of values
@@ -153,7 +144,7 @@ class Shape:
     tied: bool = False  # whether LM head and embedding share their weights
     head_dim: int = 0  # width of an attention head; 0 means hidden / heads
     qkv_bias: bool = True  # whether queries, keys and values have biases
-    silu: bool = True  # the MLP's activation; others store one more tensor (model.gated_mlp)
+    silu: bool = True  # the MLP's activation; others store one more tensor (layers.mlp.gated_mlp)
     fused: bool = True  # whether the torch engine's FusedDecoder computes the layers itself
     delta: DeltaNets = DeltaNets()
 
@@ -620,7 +611,7 @@ def _per_token(case, shape, recompute):
         activations are those of the layer that runs"""
     d = shape.hidden
     inner = shape.inner
-    # What a layer stores: the inputs of norms and matrix products, tensors of the MLP (see model.gated_mlp),
+    # What a layer stores: the inputs of norms and matrix products, tensors of the MLP (layers/mlp.py),
     # and attention's inputs and output. If segments share prefixes, the latter are stored for the tokens of
     # all segments, and attention's output once more. Sharing saves 4 % of the tokens or more
     # (data.LEAST_SHARED).
@@ -1424,5 +1415,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with configs.user_errors("tools.plan"):
+    with user_errors("tools.plan"):
         main()

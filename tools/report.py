@@ -25,11 +25,13 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from configs import explained, read_json, read_jsonl, require, run_command, shorten, show
+from configs import run_command
+from guard.files import read_json, read_jsonl
+from guard.messages import explained, require, shorten, show
 from log import ALARM, read_metrics
 from tools.plan import as_text
 
-# The shape (configs.checked) of the rows of samples/ and eval/
+# The shape (guard.files.checked) of the rows of samples/ and eval/
 ROW = {
     "set": str | None,
     "prompt_id": int,

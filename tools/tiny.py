@@ -34,7 +34,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from configs import explained, read_json, require, run_command, write_jsonl
+from configs import run_command
+from guard.files import read_json, write_jsonl
+from guard.messages import explained, require
 
 VERSION = 3  # raise this number when a change of this file changes the model
 GUESSES = 0.5  # fraction of guesses in the last third of the texts

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python benc
 
 import configs
 from bench.common import RESULTS, arguments, markdown
+from guard.messages import GIB
 from tools import plan
 
 FILE = RESULTS / "nullgpu-memory.json"
@@ -61,7 +62,7 @@ def planned(case: plan.Case) -> dict[str, float]:
     absent, most = ("engine weights", "sleeping engine"), {}
     for phase, usage in plan.memory(case):
         total = usage["total"] - plan.NCCL_BUFFERS - sum(usage.get(item, 0.0) for item in absent)
-        most[phase] = max(most.get(phase, 0.0), total / configs.GIB)
+        most[phase] = max(most.get(phase, 0.0), total / GIB)
     return most
 
 
@@ -76,7 +77,7 @@ def flags_of(preset: str, recompute: str) -> list[str]:
 def case_of(name: str, recompute: str) -> plan.Case:
     (device, gib), preset, size, world, _ = CASES[name]
     cfg = configs.parse([preset.split()[0], *flags_of(preset, recompute)])
-    shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * configs.GIB)
+    shape, gpu = plan.KNOWN[size], plan.gpu_of(device, gib * GIB)
     return plan.Case(cfg, world, [shape] * 3, gpu, local=min(world, configs.NODE))
 
 
@@ -122,7 +123,7 @@ def wrong(row: dict) -> str:
         return "out of memory"
     if not 1 <= row["share"] <= ABOVE:
         return f"the plan is {row['share']:.3f} of the driver's peak"
-    beside, limit = (plan.NCCL_BUFFERS + plan.SLEEPING_ENGINE) / configs.GIB, 1 - plan.HEADROOM
+    beside, limit = (plan.NCCL_BUFFERS + plan.SLEEPING_ENGINE) / GIB, 1 - plan.HEADROOM
     (_, gib), _, size, *_ = CASES[row["case"]]
     could = row["flag"] == "auto" and row["layers"] != plan.KNOWN[size].layers  # recompute more layers
     if could and row["driver_gib"] + beside > limit * gib:

@@ -9,11 +9,11 @@ AssertionError if the two differ by more than 5 % of the plan plus 0.01 GiB.
 
 import torch
 
-import configs
 import dist
 from bench.common import say
 from bench.nullgpu import trainer
 from bench.traffic import SENDS, count
+from guard.messages import GIB
 from tools import plan
 
 
@@ -38,8 +38,8 @@ class Phases(trainer.Phases):
         model = name.partition("[")[0]
         collectives = planned(model, args, case) if model in ("sync", *case.models) else {}
         for collective, parts in collectives.items():
-            counted = [SENDS.pop((collective, way), 0) / configs.GIB for way in ("within", "between")]
-            by_plan = [sum(times * sent[i] for times, sent in parts) / configs.GIB for i in (0, 1)]
+            counted = [SENDS.pop((collective, way), 0) / GIB for way in ("within", "between")]
+            by_plan = [sum(times * sent[i] for times, sent in parts) / GIB for i in (0, 1)]
             say({"bench": "nullgpu-network", "shards": case.shards, "phase": name, "collective": collective,
                  "counted": counted, "planned": by_plan})
             assert all(abs(a - b) <= 0.05 * b + 0.01 for a, b in zip(counted, by_plan, strict=True)), name

@@ -5,8 +5,8 @@ PyTorch would read and write the large tensors of these formulas up to ten times
 once and writes its outputs once. Sums are fp32 where nothing else is said. Kernels run as a grid of programs;
 tl.program_id gives a program's place in the grid. Tensor arguments of kernels are pointers.
 
-model.py imports this file only for tensors on a GPU, because CPU builds of torch have no Triton. The same
-formulas stand in model.py and engines/torch_engine.py, in PyTorch, for CPUs."""
+The other files import this one only on a GPU, because CPU builds of torch have no Triton. The same
+formulas stand in layers/ and engines/torch_engine.py, in PyTorch, for CPUs."""
 
 import math
 
@@ -67,7 +67,7 @@ def _log_probs(
 
 
 def log_probs(z: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See model.log_probs."""
+    """See layers.head.log_probs."""
     n, V = z.shape
     logp, entropy, lse = z.new_empty(3, n)
     _log_probs[(n,)](
@@ -97,9 +97,9 @@ def _logits_grad(
     V,
     BLOCK: tl.constexpr,
 ):
-    """One program computes the gradients of BLOCK logits of one row (formula: model.logits_grad).
+    """One program computes the gradients of BLOCK logits of one row (formula: layers.head.logits_grad).
 
-    z (n, V): logits. out (n, V): gets their gradients. The others (n,): see model.logits_grad"""
+    z (n, V): logits. out (n, V): gets their gradients. The others (n,): see layers.head.logits_grad"""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < V
@@ -117,7 +117,7 @@ def _logits_grad(
 
 
 def logits_grad(z: Tensor, scale: float, dtype: torch.dtype, *rows: Tensor) -> Tensor:
-    """See model.logits_grad. rows: targets, lse, entropy, g_logp, g_entropy"""
+    """See layers.head.logits_grad. rows: targets, lse, entropy, g_logp, g_entropy"""
     g = torch.empty_like(z, dtype=dtype)
     n, V = z.shape
     grid = n, triton.cdiv(V, BLOCK)

@@ -1,0 +1,1 @@
+"""Layers: what a model computes on packs, faster or with less memory than in transformers."""
