@@ -224,6 +224,8 @@ def _is_word(match, tokens, in_text):
     if run in ("a", "A") and has_noun:
         return True
     is_unit = unit_of(run) and _takes_unit(tokens)  # 5 m
+    if in_text and tokens[-1] == r"\pi":  # 3\pi\text{ m}
+        is_unit = unit_of(run)
     if in_text is not False:
         return is_unit or len(run) > 1
     is_apart = before == "/" or before.isspace() and not any(map(str.isalpha, tokens))
