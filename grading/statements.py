@@ -266,7 +266,8 @@ CHOICE = (
 # Two choices, two answers or a denial: (A) and (B), not (C)
 NO_CHOICE = any_of("not wrong incorrect false but except")
 NO_CHOICE = re.compile(rf"(?i)\( [A-H] \) .*\( [A-H] \)| ; |\b{NO_CHOICE}\b")
-LETTERS = re.compile(r'(?:(?:\( "?[A-H] \)|"?[A-H]+)(?:(?: [,;])+ | |$)){2,}')
+# B, D; \{B, D\}
+LETTERS = re.compile(r'(\\\{ )?(?:(?:\( "?[A-H] \)|"?[A-H]+)(?:(?: [,;])+ | |$)){2,}(?(1)\\\})')
 
 
 def _statement(tokens, choices=CHOICE):
