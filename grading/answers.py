@@ -548,6 +548,11 @@ SIZES = any_of("least smallest greatest largest lowest highest")
 ORDERED = re.compile(rf"(?i)(?:creas|scend)ing order|order of (?:in|de)creas|\b{SIZES} to\b")
 
 
+def _differ(*_):
+    """Takes expressions for different without a look at their values."""
+    return False
+
+
 def repeats(answer: str, gold: str, problem: str) -> bool:
     r"""Returns whether an answer, or its value after the last =, is a formula or an equation of the problem,
     such as `\sqrt{242}` of "Simplify $\sqrt{242}$". If the answer is a list, each of its elements must be
@@ -555,7 +560,8 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
     not count. Also if the answer is the gold list in another order, and the problem asks for an order."""
     a = read(answer).tree
     b = read(gold).tree
-    if a != b and {*a} == {*b} and ORDERED.search(problem):
+    both = _elements(a), _elements(b), _differ
+    if ORDERED.search(problem) and _unordered(*both) and not _ordered(*both):
         return True
     right = _formulas(b)
     known = set()
