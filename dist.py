@@ -629,7 +629,8 @@ SECONDS: dict[str, float] = defaultdict(float)  # phase -> seconds of this step
 
 
 def progress() -> None:
-    """Restart the time limit of guard.watch, on all ranks. Called for each phase, decoding step and pack."""
+    """Restart the time limit of guard.watch, on all ranks. Called for each phase, decoding step, pack
+    and outcome of a grading server."""
     CURRENT.steps += 1
 
 

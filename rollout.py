@@ -751,4 +751,5 @@ def make_grader(cfg: Config, say: Say = print) -> Grader:
         cfg.env,
         say,
         stop=dist.stop_signal,  # a signal puts an entry into this list, and ends the wait for grades
+        progress=dist.progress,
     )

@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from multiprocessing import Pipe, get_context
@@ -572,6 +572,7 @@ class Grader(AbstractContextManager):
                 on the earlier turns.
     say         prints what the Grader waits for
     stop        a list that a signal such as ctrl-C fills; then `results` stops waiting
+    progress    called for each message of a server, while `results` waits
 
     A function that waits, for example for a network, can have a deadline and workers of its own. Its author
     sets two numbers as globals of its file: `seconds`, the deadline of a call in wall time, and `parallel`,
@@ -587,8 +588,10 @@ class Grader(AbstractContextManager):
         env: str = "",
         say: Say = print,
         stop: Sequence = (),
+        progress: Callable = lambda: None,
     ) -> None:
         self.env = env
+        self.progress = progress
         known = dict.fromkeys(customs, SCORE)
         if env:
             known[env] = TURN
@@ -763,6 +766,7 @@ class Grader(AbstractContextManager):
             while True:
                 server, process, message = self.inbox.get(timeout=seconds)
                 seconds = 0  # only for the first message
+                self.progress()
                 if process is not server.process:  # a process that was replaced
                     continue
                 server.heard = time.monotonic()

@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 from conftest import ROOT, run, run_ranks, wait_until
 
+import dist
 import reward
 import train
-from configs import parse
+from configs import PRESETS, parse
 from data import Problem, Sample
 from grading import worker
 from grading.answers import grade
@@ -32,7 +33,7 @@ from grading.worker import Grade, Grader
 from guard.checks import ungradable
 from guard.messages import UserError
 from reward import check_functions, think_then_answer
-from rollout import sample_row
+from rollout import make_grader, sample_row
 
 SLOW = "def score(response, answer, kind):\n    time.sleep(float(response))\n    return 1"
 
@@ -639,6 +640,16 @@ def test_a_server_may_be_silent_for_the_seconds_of_its_file(custom):
         grader.submit(0, "x", "", True, custom=spec)
         assert grader.results()[0].reason == "correct"
         grader.check()
+
+
+def test_each_outcome_is_progress_of_the_run(custom):
+    """A judge may take hours for a step's responses: the run goes on while they arrive (--stall_limit)."""
+    cfg = replace(PRESETS["tiny-grpo"], reward=(custom(SLOW),))
+    with make_grader(cfg) as grader:
+        for i in range(3):
+            grader.submit(i, f"0.{i}", "", True, custom=cfg.reward[0])
+        before = dist.CURRENT.steps
+        assert len(grader.results()) == 3 and dist.CURRENT.steps >= before + 3
 
 
 def test_no_worker_outlives_a_killed_server(custom):
