@@ -52,7 +52,7 @@ class Term:
 
 # [DATASET@]NAME[=WEIGHT], where NAME may be FILE.py:FUNCTION. The groups are DATASET, NAME and WEIGHT. If the
 # term begins with / or ., an @ belongs to the path. An = before a / or : also belongs to the path.
-TERM = re.compile(r"(?:([^/.@][^@]*)@)?(.*?)(?:=([^/:=]*))?")
+TERM = re.compile(r"(?:([^/.@][^@]*)@)?(.*?)(?:=([^/:=]+))?")
 
 
 def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:

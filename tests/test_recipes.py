@@ -362,6 +362,7 @@ def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("reward,words", {
     ("maths",): "no reward 'maths' (did you mean math?)", ("math=x",): "weight 'x'",
+    ("math=",): "no reward 'math=' (did you mean math?)",  # as of an unset variable: math=$W
     ("math", "exact"): "two terms with the same name", ("format",): "no grader", ("overlong",): "no reward",
     ("math", "a.py:f", "b.py:f"): "two terms with the same name", ("math=nan",): "weight 'nan'",
     ("math=inf",): "weight 'inf'", ("math", "format=-inf"): "weight '-inf'",
