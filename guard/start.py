@@ -250,7 +250,13 @@ def read_inputs(cfg: Config, say: Say, on_error: ExitStack) -> tuple[Config, Inp
 
     on_error: see `load`"""
     tokenizer = dist.together(load_tokenizer, cfg.model)
+    day = cfg.date
     cfg = dist.together(set_template, tokenizer, cfg)
+    require(
+        cfg.date != "" or day in ("", Config.date),
+        f"--date {day} has no effect: no chat template prints today's date",
+        "no --date; Llama 3.1's template takes --template_args 'date_string=\"31 Jan 2026\"'",
+    )
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
     on_error.push(grader)

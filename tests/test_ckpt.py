@@ -660,6 +660,9 @@ def test_a_chat_template_prints_the_same_date_on_every_day(base, tmp_path):
         ckpt.main(["export", f"{cfg.out}", "last", f"{tmp_path}/none", "--model", f"{tmp_path}/edited"])
     for other, words in ("2024-02-29", f"{day} -> 2024-02-29"), ("2024-02-30", "--date is 2024-02-30 ("):
         assert words in run_ranks(1, ranks.prepared, dataclasses.replace(cfg, steps=2, date=other))[0]
+    for changes in {"template": "plain"}, {"model": base.model}:
+        found, = run_ranks(1, ranks.prepared, dataclasses.replace(cfg, date=other, **changes))
+        assert found.startswith(f"--date {other} has no effect: ")
 
 
 def flip(file):
