@@ -352,6 +352,11 @@ def _fill_chat_template(tokenizer, turns, system_prompt, row):
     turn."""
     if system_prompt and turns[0][0] != "system":
         turns = (("system", system_prompt), *turns)
+    require(
+        not system_prompt or turns[0][1].strip() != "",
+        f"{row} has an empty system turn in place of --system_prompt",
+        "rows with a text in it, rows without it, or no --system_prompt",
+    )
     messages = [{"role": role, "content": content} for role, content in turns]
     refused = f"{row}: the chat template refuses its turns"
     with explained(refused, "other roles, or another --template"), _limits():

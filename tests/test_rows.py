@@ -31,6 +31,7 @@ from guard.messages import UserError
 from model import load_config, load_tokenizer
 
 CFG = replace(PRESETS["tiny-ppo"], max_prompt_len=4096, max_response_len=64, pack_len=8192)
+CHAT = replace(CFG, template="chat")
 Q = "1+1="
 
 
@@ -299,7 +300,7 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
     """The assistant's turn after the last question is left out."""
     path = tmp_path / "d.jsonl"
     path.write_text(fill('{"messages": TALK, "answer": "2"}\n') + GOOD.decode())
-    talk, plain = load(path, tokenizer, replace(CFG, template="chat"))
+    talk, plain = load(path, tokenizer, CHAT)
     assert tokenizer.decode(list(talk.ids)) == "[system]Be brief.[user]0+1=[assistant]1[user]1+1=[assistant]"
     for p, turns in ((talk, json.loads(SHORT["TALK"])[:-1]), (plain, [{"role": "user", "content": Q}])):
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -310,9 +311,12 @@ def test_the_chat_template_shows_all_turns_up_to_the_question(tokenizer, tmp_pat
             load(path, tokenizer, replace(CFG, template=template))
     path.write_text(f'{GOOD.decode()}\n{{"prompt": "raise", "answer": "2"}}\n')
     with pytest.raises(UserError, match="row 2: the chat template refuses its turns"):
-        load(path, tokenizer, replace(CFG, template="chat"))
+        load(path, tokenizer, CHAT)
     path.write_text(fill('{"messages": EMPTY, "answer": "2"}'))  # an empty system turn is no chat
     assert tokenizer.decode(list(load(path, tokenizer)[0].ids)) == "1+1=<think>"
+    assert tokenizer.decode(list(load(path, tokenizer, CHAT)[0].ids)) == "[system][user]1+1=[assistant]"
+    with pytest.raises(UserError, match="row 1 has an empty system turn in place of --system_prompt; needed"):
+        load(path, tokenizer, replace(CHAT, system_prompt="Be brief."))
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
@@ -354,7 +358,7 @@ def test_chat_templates_without_a_default_are_one_line(tiny):
     tokenizer = load_tokenizer(tiny)
     tokenizer.chat_template = {"tool_use": TURNS, "rag": TURNS}
     with pytest.raises(UserError, match="^the chat template can't be read .* no default.*; needed: --templ"):
-        data.set_template(tokenizer, replace(CFG, template="chat"))
+        data.set_template(tokenizer, CHAT)
 
 
 @pytest.mark.parametrize("call,shown", [
@@ -365,7 +369,7 @@ def test_a_chat_template_shows_the_date_of_the_flag_or_is_refused(call, shown, t
     tokenizer.chat_template = f"{{% macro f(x) %}}{{% endmacro %}}{{{{ {call} }}}}"
     error = pytest.raises(UserError, match="^the chat template prints today's date, in a format that is")
     with error if shown is None else nullcontext():
-        assert data.set_template(tokenizer, replace(CFG, template="chat")).date == "2024-07-26" * bool(shown)
+        assert data.set_template(tokenizer, CHAT).date == "2024-07-26" * bool(shown)
         assert tokenizer.apply_chat_template([{}], tokenize=False) == shown
 
 
@@ -664,7 +668,7 @@ def test_parts_of_a_row_that_neither_prompt_nor_grader_reads_are_told(row, told,
     {"prompt": [{"role": "system", "content": "Two pears."}, {"role": "user", "content": "How many?"}],
      "body": "Two pears."}])
 def test_a_field_that_the_prompt_shows_or_that_is_empty_is_read(row, tokenizer, tmp_path):
-    told_of([ROW_OF | row], tokenizer, tmp_path, replace(CFG, template="chat"))
+    told_of([ROW_OF | row], tokenizer, tmp_path, CHAT)
 
 
 @pytest.mark.parametrize("row,differs", [
