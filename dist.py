@@ -89,6 +89,7 @@ def launch(ranks: int, grace: float) -> int | str:
     options = [
         "--standalone",
         "--nnodes=1",  # else PET_NNODES, which Kubeflow sets: torchrun would wait for machines
+        "--max-restarts=0",  # else PET_MAX_RESTARTS: a stopped run would start again
         "--local-addr=127.0.0.1",  # a host may be unable to resolve its own name
         f"--signals-to-handle={','.join(signals)}",
         "--monitor-interval=1",
@@ -101,6 +102,8 @@ def launch(ranks: int, grace: float) -> int | str:
         return 128 + e.sigval  # number of the signal; shells report it like this
     except errors.ChildFailedError as e:
         rank, failure = e.get_first_failure()
+        if failure.exitcode == 130:  # a signal to a rank stopped the run (see train.py)
+            return 130
         if isinstance(failure.message, dict):  # from guard.messages.tell_torchrun
             return failure.message["message"].strip().splitlines()[-1]
         by = f"status {failure.exitcode}"

@@ -851,8 +851,10 @@ def step_metrics(run: Run, meter: Meter, began: float) -> dict[str, float]:
 if __name__ == "__main__":
     try:
         with user_errors("train.py"):
-            # Under torchrun, a stopped run ends with status 0, so that torchrun does not restart it.
-            if not main(CONFIG) and "TORCHELASTIC_RUN_ID" not in os.environ:
+            # A stopped run ends with status 130. Under torchrun, it ends with 0, so that torchrun does not
+            # restart it; but with --ranks, rank 0 tells dist.launch.
+            told = main_rank and "TORZ_LAUNCHED" in os.environ
+            if not main(CONFIG) and (told or "TORCHELASTIC_RUN_ID" not in os.environ):
                 raise KeyboardInterrupt
     except Exception:
         report_crash()

@@ -574,10 +574,10 @@ with watch.handle_signals(100.0):
     assert done.stdout == "goes on\n" and done.returncode == 1, done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL, signal.SIGUSR1])
 def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_path, number):
     """All processes get SIGHUP, as from a terminal, and their output has no reader. Only their launcher gets
-    SIGKILL."""
+    SIGKILL, and only a rank SIGUSR1. The run is then not complete, and its status says so."""
     command = [f"{ROOT}/train.py", "tiny-ppo", "--model", tiny, "--data", *base.data, "--ranks", "2",
                "--device", "cpu", "--go", "--steps", "500", "--eval_every", "0", "--save_every", "0",
                "--keep_best", "", "--reward", *base.reward, "--prompts_per_step", "2", "--samples_per_prompt",
@@ -587,10 +587,15 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
     signal.signal(signal.SIGHUP, before)
     going = wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1)
     process.stdout.close()
-    os.killpg(process.pid, number)
+    if number == signal.SIGUSR1:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children.split()[1]), number)
+    else:
+        os.killpg(process.pid, number)
     process.communicate(timeout=300)  # until the ranks have ended
     assert going and len(ckpt.complete(tmp_path / "run")) == 1 and not exists(tmp_path / "run/export")
-    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    status = {signal.SIGKILL: -number, signal.SIGUSR1: 130}
+    assert process.returncode == status.get(number, 128 + number)
 
 
 def test_a_ctrl_c_that_comes_during_an_import_ends_the_start(base, tiny, tmp_path):
