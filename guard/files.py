@@ -83,7 +83,8 @@ def lock_file(file: int, kind: int) -> bool:
 
 def follow_umask(file: Path) -> None:
     """Gives a file the permissions of its folder. safetensors makes files that only their owner can read."""
-    file.chmod(file.parent.stat().st_mode & 0o666)
+    with contextlib.suppress(OSError):  # all files of a mounted disk may belong to another user
+        file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 # --- JSON rows

@@ -372,6 +372,21 @@ def test_files_follow_the_umask(two_ranks, tmp_path):
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "E").iterdir()} == {0o640}
 
 
+def trained_without_chmod(cfg):
+    def refused(*args, **options):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    os.chmod = refused
+    return ranks.main(cfg)
+
+
+def test_a_disk_whose_files_belong_to_another_user_has_checkpoints_and_exports(base, tmp_path):
+    """As one that root mounted with `-o umask=000`: all may write, and only root may call chmod."""
+    cfg = dataclasses.replace(base, out=str(tmp_path), steps=1, eval_every=0)
+    assert run_ranks(1, trained_without_chmod, cfg) == [""]
+    assert len(ckpt.complete(tmp_path)) == 1 and (tmp_path / "export/policy/model.safetensors").exists()
+
+
 def umask():
     value = os.umask(0o022)
     os.umask(value)
