@@ -55,6 +55,7 @@ OPERATIONS |= {
     r"\max": max,
     r"\min": min,
 }
+INTEGER_OPERATIONS = {r"\gcd": math.gcd, r"\lcm": math.lcm}
 FACTORIALS = "!", "!!", r"\binom"
 # The largest exponent, and the largest n of n!
 LARGEST = {"^": 10**5} | dict.fromkeys(FACTORIALS, 5000)
@@ -102,6 +103,8 @@ def _value(node, point):
     if is_call or kind == "^":
         if abs(values[-1]) > LARGEST.get(kind, 10**1000):
             raise OverflowError
+    if kind in INTEGER_OPERATIONS and not any(value % 1 for value in values):
+        return mpf(INTEGER_OPERATIONS[kind](*map(int, values)))
     if kind in OPERATIONS:
         return _result(kind, values)
     if is_call and kind not in SUMS:
