@@ -75,7 +75,7 @@ SPELLINGS = dict.fromkeys(STYLES.split(), "") | table(
     r"процент % процента % процентов % tg \tan ctg \cot arctg \arctan \tg \tan "
     r"\ctg \cot arcsin \arcsin arccos \arccos arctan \arctan sin \sin cos \cos "
     r"tan \tan cot \cot csc \csc cis \cis ln \ln log \log exp \exp sqrt √ pi \pi "
-    r"theta \theta gcd \gcd lcm \lcm \widehat \overarc \wideparen \overarc "
+    r"minus - theta \theta gcd \gcd lcm \lcm \widehat \overarc \wideparen \overarc "
     r"\varnothing \emptyset \bar \overline \tbinom \binom \dbinom \binom "
     r'\forall "for \Omega "ohm \pounds "pounds \Pr P \dim "dim \nabla "grad '
     '{:} : {=} = {+} + {-} - not "not DNE "not~exist dne "not~exist degree ° '
