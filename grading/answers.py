@@ -18,50 +18,56 @@ What counts as equal:
 
 - Expressions with the same value: `\sqrt{242}` and `11\sqrt{2}`. But an unfinished calculation is wrong:
   `3+4` does not equal 7. The rules are in values.py, from `_is_finished` on.
-- An answer that can't be read as a whole, such as `3@\frac{1}{2}`, is wrong. `grade` may raise ValueError for
-  such a gold answer.
+- An answer that can't be read as a whole, such as `3@\frac{1}{2}`, is wrong. `grade` may raise ValueError
+  for such a gold answer.
 - A decimal may be rounded if it differs from the other number by at most one part in a million: `0.3333333`
   equals `1/3`, `0.33` does not. Two decimals with the same number of places must be equal. Integers are
-  exact. In an expression such as `1.8333333333333\pi`, an answer's decimal must be right to 12 digits, unless
-  the gold answer also has a decimal.
+  exact. In an expression such as `1.8333333333333\pi`, an answer's decimal may differ by one part in
+  10^{12}, or in a million if the gold answer also has a decimal. If the gold answer is a number, an
+  expression such as `\pi` is wrong, even for 3.1415927.
 - A percent is a hundredth: `5\%` equals 0.05, not 5.
-- Numbers in other bases are not converted: `101_2` does not equal 5.
-- Units are not converted. If only the gold answer has a unit, the unit is ignored: 10 equals `10 cm`.
-- If only the answer has a unit, the unit must be in UNIT_NAMES or an English plural: `28 pizzas` and `28元`
-  equal 28, `28 halved` and `28万` do not.
+- Numbers with a base are not converted: neither `101_2` nor `5_{10}` equals 5.
+- Units are not converted, apart from degrees. If only the gold answer has a unit, the unit is ignored: 10
+  equals `10 cm`.
+- If only the answer has a unit, a word of it must be in UNIT_NAMES or match MANY, as English plurals do:
+  `28 pizzas` and `28元` equal 28, `28 halved` and `28万` do not. After -1 to 1, a singular will do:
+  `1 pizza`.
 - If only one of the two has the letter of a choice, the letter is ignored: `(B) 15` equals `15`. Several
   letters from A to H are one text: `B, D` equals `BD`.
 - The order counts in tuples, not in lists and sets, unless the problem asks for an order (see `repeats`).
   `\{2,2,3\}` equals `\{2,3\}`. A column vector equals the tuple of its numbers.
-- An inequality in one variable is an interval: `1<x<2` equals `(1,2)`. `x>1 and x<2` (or with a comma) means
-  that too, but `x<1 and x>2` means the union, as `or` does. `x\ne3` removes the point 3.
+- A solved inequality in one variable is an interval: `1<x<2` equals `(1,2)`. `x>1 and x<2` (or with a comma)
+  means that too, but `x<1 and x>2` means the union, as `or` does. `x\ne3` removes the point 3.
 - Upper and lower case are the same in words (`Yes`, `yes`), but not in single letters.
-- `x=5` and `f(1)+f(2)=5` equal `5`, but `x+1=5` is an equation in one unknown, and gives no value. `x=5`
-  equals neither `y=5` nor `x-5=0`. If the gold answer is an equation with an operation on its left, such as
-  `x+y=5`, the answer must be an equation too. `x=2, y=3` equals `(2,3)`.
+- `x=5` and `f(1)+f(2)=5` equal the gold answer 5, but `x+1=5` is an equation in one unknown, and gives no
+  value. If the gold answer is `x=5`, neither `y=5` nor `x-5=0` equals it. If the gold answer is an equation
+  with a sum, or a product of small letters, on its left, such as `x+y=5`, the answer must be an equation
+  too. `x=2, y=3` equals `(2,3)`.
 - `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
-- A condition such as `k\in\mathbb{Z}` is ignored, but `k\in\mathbb{N}` does not equal it. If the gold
-  answer has one, its letter may differ: `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`, and `f(x)=kx`
-  equals `f(x)=cx for any constant c`. Also the constants of an equation: `y=Ae^x` equals `y=Ce^x`.
-- `\frac\pi4+\frac{k\pi}2` equals `\frac{(2k+1)\pi}4`: the same values for all integers k. `7k+3` and
-  `-4 \pmod 7` equal `3 \pmod 7`.
+- A condition such as `k\in\mathbb{Z}` is ignored, but `k\in\mathbb{N}` does not equal it. If the gold answer
+  has one, its letter may differ: `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`, and `f(x)=kx` equals
+  `f(x)=cx for any constant c`. Also the CONSTANT_NAMES of a formula in x or t: `y=Ae^x` equals `y=Ce^x`.
+- If one of two formulas with \pi says that k is an integer, they need only have the same values for all k:
+  `-\frac\pi4+k\pi` equals `\frac{3\pi}4+k\pi, k\in\mathbb{Z}`. `7k+3` and `-4 \pmod 7` equal `3 \pmod 7`.
 - `\log` has the base 10. But if one of the two has `\ln`, `\log` is `\ln`, too.
-- If both have roots, letters are positive: `x^{2/3}` equals `\sqrt[3]{x^2}`. But `x` does not equal
-  `\sqrt{x^2}`.
+- If both have roots and none has `|x|`, letters are positive: `x^{2/3}` equals `\sqrt[3]{x^2}`. But `x` does
+  not equal `\sqrt{x^2}`.
 - `60^\circ` equals `\frac\pi3`. `22^\circ30'` equals `22.5^\circ`.
 - Cases are compared by their values: `0 if n is odd, n if n is even` equals `\frac{n+n(-1)^n}2`, also in an
   environment cases. `3\nmid n` and `n is not divisible by 3` equal `n\equiv1,2\pmod3`.
 - `(4-7k,1+3k)` equals `(4+7k,1-3k)` for integers k. `2i-3j` equals `(2,-3)`. `\cos x+i\sin x` and its value
-  equal `e^{ix}`. `3 \pmod 7` equals 3.
-- Antiderivatives may differ by a number: `-\frac12\cos^2x+C` equals `\frac12\sin^2x+C`. Formulas with
-  \lfloor \rfloor of an integer n are equal if they are for n = 1 to 60 and for three larger n.
+  equal `e^{ix}`. `3 \pmod 7` equals the gold answer 3.
+- Antiderivatives may differ by a number: `-\frac12\cos^2x+C` equals `\frac12\sin^2x+C`. But `x+2+C` is
+  unfinished. Formulas with \lfloor \rfloor of an integer n are equal if they are for n = 1 to 60 and for
+  three larger n.
 - `(1,2,3) and its permutations` is the list of all six tuples.
 - A reason after the answer is ignored: `5, since x>0`. `Bob wins` equals `Bob`.
-- A formula that is copied from the problem is wrong, although it may equal the gold answer (see `repeats`).
+- A formula that is copied from the problem is wrong, although it may equal the gold answer, unless the gold
+  answer is this formula (see `repeats`).
 - In `3+4=7`, each part must equal the last part, which is the answer. So `6=7` does not equal 7.
 - After `\approx`, an answer that is no integer may add one number that is right within one percent:
-  `\frac56\approx0.83`. A decimal may be rounded to fewer places: not `3.00\approx3.02`. A gold answer with
-  a decimal point may equal this number: `\frac56\approx0.83` also equals 0.83.
+  `\frac56\approx0.83`. A decimal may be rounded to fewer places: not `3.00\approx3.02`. A gold answer with a
+  decimal point may equal this number: `\frac56\approx0.83` also equals 0.83.
 """
 
 import re

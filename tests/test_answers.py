@@ -1,5 +1,7 @@
 r"""Tests of answers: which text of a response is the answer, and which answers are equal."""
 
+import re
+
 import pytest
 from steps import Steps
 
@@ -673,6 +675,134 @@ def test_rewritten_right_answers_are_right_and_near_misses_are_wrong(line):
     assert [answer for answer in wrong if grade(answer, right[0])] == []
 
 
+# Pairs for the sentences of "What counts as equal" in answers.py. Each line: the first words of a sentence
+# (none: of the one above), perhaps a problem, as in `A formula that :: Factor $x^2-1$. ?? `, and the pairs
+SENTENCE_PAIRS = r"""
+Expressions :: \sqrt{242} ~ 11\sqrt{2} ~ \sqrt2\cdot11 ~~ 11\sqrt{3} ~ 12\sqrt{2} ~ \sqrt{240} ~ 11+\sqrt2
+But an unfinished :: 7 ~ 7.0 ~ x=7 ~~ 3+4 ~ 10-3 ~ \frac{14}{2} ~ 2^3-1 ~ |-7|
+:: 2x+3 ~ 3+2x ~~ 2x+1+2 ~ x+x+3 ~ 2(x+1)+1
+An answer that :: \frac12 ~ (\frac12) ~ $\frac{1}{2}$ ~~ \frac12) ~ (\frac12 ~ \frac12+ ~ \frac12]
+:: 3 ~~ 3@\frac{1}{2} ~ 3# ~ 3 4 ~ 3^ ~ 3\sqrt
+A decimal may be rounded if :: 1/3 ~ 0.3333333 ~ 0.333333 ~ .33333333 ~~ 0.33 ~ 0.33333 ~ 0.333334
+:: \pi ~ 3.141593 ~ 3.14159 ~~ 3.1416 ~ 3.141597 ~ 3
+Two decimals :: 1234567.8 ~ 1234567.80 ~ 1234567.800 ~~ 1234567.9 ~ 1234567.7
+Integers :: 1000000 ~ 1000000.0 ~ 10^6 ~~ 1000001 ~ 999999 ~ 1000000.1 ~ 999999.9999999
+:: 12345678x ~ x\cdot12345678 ~~ 12345679x ~ 12345678.1x
+In an expression :: \frac{11}{6}\pi ~ 1.8333333333333\pi ~ 1.833333333333\pi ~~ 1.83\pi ~ 1.83333333\pi
+:: 1.833333\pi ~ \frac{11}{6}\pi ~ 1.8333333\pi ~~ 1.83\pi ~ 1.8334\pi
+If the gold answer is a number :: 3.1415927 ~ 3.14159265 ~ \pi\approx3.1415927 ~~ \pi ~ 3.1415928
+A percent :: 5\% ~ 0.05 ~ \frac{1}{20} ~~ 5 ~ 0.5\%
+Numbers with :: 101_2 ~ (101)_2 ~ 101_{\text{two}} ~~ 5 ~ 101 ~ 5_{10} ~ 12_3
+:: 5 ~~ 101_2 ~ 5_{10} ~ 5_6
+Units are :: 1\text{ m} ~ 1 meter ~ 1 metre ~~ 100\text{ cm} ~ 0.001 km ~ 100
+:: 180^\circ ~ \pi ~ 180 degrees ~~ 2\pi ~ \pi^\circ
+If only the gold :: 10 cm ~ 10 ~ 10.0 ~ x=10 ~~ 100 ~ 10 m ~ 0.1
+:: 3\pi\text{ m} ~ 3\pi ~ 3\pi\text{ meters} ~~ 3 ~ 3\pi\text{ s}
+If only the answer :: 28 ~ 28 pizzas ~ 28元 ~ 28 people ~~ 28 halved ~ 28万 ~ 28 pizza ~ 28 dozen
+After -1 to 1 :: 1 ~ 1 pizza ~ 1\text{ red ball} ~~ 1 halved ~ 1 nearly ~ 1 third
+If only one :: 15 ~ (B) 15 ~ \text{B. }15 ~~ (B) 16 ~ (B) 1 ~ B
+:: (B) 15 ~ 15 ~ 15.0 ~~ 16 ~ (C) 15 ~ C
+Several letters :: BD ~ B, D ~ (B), (D) ~ \{B,D\} ~~ B ~ B, C ~ B, C, D ~ \{B\}
+The order counts :: (1,2,3) ~ (1.0,2,3) ~~ (1,3,2) ~ 1,2,3
+:: Write $2$, $\frac12$, $-1$ in ascending order. ?? -1,\frac12,2 ~ -1,0.5,2 ~~ 0.5,-1,2 ~ \{2,\frac12,-1\}
+:: Find the three roots. ?? -1,\frac12,2 ~ 0.5,-1,2 ~ \{2,\frac12,-1\} ~~ (2,-1,\frac12) ~ -1,2,2
+`\{2,2,3\}` equals :: \{2,3\} ~ \{2,2,3\} ~ \{3,2,3\} ~~ \{2,2\} ~ 2,2,3 ~ (2,2,3) ~ \{2,2,4\}
+A column :: (1,2) ~ \begin{pmatrix}1\\2\end{pmatrix} ~~ \begin{pmatrix}2\\1\end{pmatrix}
+:: \begin{pmatrix}3\\-1\\0\end{pmatrix} ~ (3,-1,0) ~ \langle3,-1,0\rangle ~~ (3,-1) ~ \{3,-1,0\} ~ (3,0,-1)
+A solved inequality :: 1<x<2 ~ (1,2) ~ ]1,2[ ~~ [1,2] ~ [1,2) ~ (1,3) ~ 1,2 ~ 1<y<2
+:: (1,\infty) ~ x>1 ~ 1<t ~~ x\ge1 ~ 2x>2 ~ x-1>0 ~ x+y>1
+`x>1 and x<2` (or :: (1,2) ~ x>1 and x<2 ~ x>1, x<2 ~ x<2, 1<x ~~ x>1 or x<2 ~ x<1 and x>2 ~ x<1, x>2
+:: (-\infty,1)\cup(2,\infty) ~ x<1 and x>2 ~ x<1 or x>2 ~ x<1, x>2 ~~ x>1 and x<2 ~ x>1 or x<2 ~ x<1
+`x\ne3` removes :: \mathbb{R}\setminus\{3\} ~ x\ne3 ~ x<3 or x>3 ~~ x=3 ~ x<3 ~ \mathbb{R} ~ x\ne2
+:: [0,3)\cup(3,5] ~ 0\le x\le5, x\ne3 ~ x\ne3 and 0\le x\le5 ~~ 0\le x\le5 ~ x\ne3 ~ [0,5]
+Upper and lower :: \text{Yes} ~ yes ~ YES ~~ No ~ y
+:: r^2R ~ Rr^2 ~~ R^2r ~ r^3
+`x=5` and :: 5 ~ x=5 ~ f(1)+f(2)=5 ~ AB+BC=5 ~~ x+1=5 ~ 2x=5 ~ f(1)+1=5 ~ x-1=4 ~ f(1)+f(2)=4
+If the gold answer is `x=5` :: x=5 ~ 5=x ~ x_1=5.0 ~~ y=5 ~ x-5=0 ~ 5-x=0 ~ 2x=10 ~ f(x)=5
+If the gold answer is an :: x+y=5 ~ y=5-x ~ 2x+2y=10 ~~ 5 ~ x+y ~ x+y=6 ~ x=5 ~ (2,3)
+:: ab=6 ~ ba=6 ~~ 6 ~ a+b=6
+:: PA\cdot PB=6 ~ 6 ~ PB\cdot PA=6 ~~ PA+PB=6 ~ 5
+`x=2, y=3` equals :: (2,3) ~ x=2, y=3 ~ y=3, x=2 ~~ x=3, y=2 ~ y=2, x=3 ~ x=2, x=3 ~ 2, 3
+`f(t)=2t` and :: f(x)=2x ~ f(t)=2t ~ y=2x ~ f(a)=2a ~~ f(t)=2x ~ g(x)=2x ~ y=2t ~ x=2y ~ f(2)=2x
+`e_1` is :: e_1 ~ e_{1} ~ 1e_1 ~~ e ~ 2.7182818 ~ e_2 ~ 1 ~ e^1
+`[x]` is :: [x]+1 ~ \lfloor x\rfloor+1 ~ [x+1] ~~ \lceil x\rceil ~ x+1 ~ \{x\}+1
+A condition :: k\pi,k\in\mathbb{Z} ~ k\pi ~ k\pi (k\in\mathbb{Z}) ~~ k\pi,k\in\mathbb{N} ~ k\pi, k>0
+If the gold answer has :: k\pi, k\in\mathbb{Z} ~ n\pi, n\in\mathbb{Z} ~ m\pi, m\in\mathbb{Z} ~~ 2n\pi ~ x\pi
+:: f(x)=cx for any constant c ~ f(x)=kx ~ f(x)=ax ~~ f(x)=x ~ f(x)=kx^2 ~ f(x)=xx
+:: n^3 ~ n^3,n\in\mathbb{Z} ~~ k^3 ~ k^3,k\in\mathbb{Z}
+Also the CONSTANT_NAMES :: y=Ce^x ~ y=Ae^x ~ y=Ke^x ~~ y=e^x ~ y=Ae^{2x} ~ y=xe^x ~ y=be^x ~ y=2e^x
+:: y=A\cos x+B\sin x ~ y=C_1\cos x+C_2\sin x ~~ y=A\cos x+A\sin x ~ y=A\cos x
+:: V=Kr ~~ V=Cr ~ V=r
+If one of two :: \frac{3\pi}4+k\pi, k\in\mathbb{Z} ~ -\frac\pi4+k\pi ~ -\frac\pi4-n\pi ~~ \frac\pi4+k\pi
+:: \frac{3\pi}4+k\pi ~ -\frac\pi4+k\pi,k\in\mathbb{Z} ~~ -\frac\pi4+k\pi ~ \frac{3\pi}4+2k\pi,k\in\mathbb{Z}
+`7k+3` and :: 3 \pmod 7 ~ 7k+3 ~ -4 \pmod 7 ~ 7n-4 ~ 10\pmod7 ~~ 7k+4 ~ 3k+7 ~ 14k+3 ~ 3\pmod{14}
+`\log` has :: \log x ~ \log_{10}x ~ \lg x ~~ \log_2x ~ \log_ex
+But if one :: \ln2 ~ \log2 ~ -\log\frac12 ~~ \log_{10}2 ~ \lg2 ~ \log_22
+If both :: \sqrt[3]{x^2} ~ x^{2/3} ~~ x^{3/2} ~ -x^{2/3}
+:: \sqrt{a^2b} ~ a\sqrt b ~ |a|\sqrt b ~~ b\sqrt a ~ ab
+:: |x|\sqrt2 ~ \sqrt{2x^2} ~~ x\sqrt2 ~ 2|x|
+But `x` :: x ~ 1x ~~ \sqrt{x^2} ~ (x^2)^{1/2} ~ |x|
+:: \sqrt{4x^2} ~ 2|x| ~ 2\sqrt{x^2} ~~ 2x ~ -2x
+`60^\circ` equals :: \frac\pi3 ~ 60^\circ ~ 60° ~~ 30^\circ ~ 60 ~ 3^\circ
+`22^\circ30'` equals :: 22.5^\circ ~ 22^\circ30' ~ 22°30′ ~~ 22^\circ5' ~ 22.3^\circ ~ 22^\circ
+Cases are :: \frac{n+n(-1)^n}2 ~ 0 if n is odd, n if n is even ~~ 0 if n is even, n if n is odd ~ n ~ 0, n
+:: n for even n, 0 for odd n ~ \begin{cases}0&n\text{ is odd}\\n&n\text{ is even}\end{cases} ~~ n if n is even
+`3\nmid n` and :: n\equiv1,2\pmod3 ~ 3\nmid n ~ n is not divisible by 3 ~~ 3\mid n ~ n\equiv0\pmod3 ~ 2\nmid n
+`(4-7k,1+3k)` equals :: (4+7k,1-3k),k\in\mathbb{Z} ~ (4-7k,1+3k) ~ (11+7n,-2-3n) ~~ (4-7k,1-3k) ~ (1+3k,4-7k)
+:: (4+7k,1-3k) ~ (4-7k,1+3k) for integers k ~~ (4-7k,1+3k) ~ (4-7k,1-3k) for integers k
+`2i-3j` equals :: (2,-3) ~ 2i-3j ~ -3j+2i ~~ 2i+3j ~ 3i-2j ~ 2j-3i ~ 2-3j ~ 2i-3
+`\cos x+i\sin x` :: e^{ix} ~ \cos x+i\sin x ~ i\sin x+\cos x ~~ \cos x-i\sin x ~ \sin x+i\cos x
+:: e^{i\pi/3} ~ \frac12+\frac{\sqrt3}2i ~ \frac{1+\sqrt3i}2 ~~ \frac12-\frac{\sqrt3}2i ~ \frac{\sqrt3}2i
+`3 \pmod 7` equals :: 3 ~ 3 \pmod 7 ~ x\equiv3\pmod7 ~~ 10\pmod7 ~ 4\pmod7 ~ 3\pmod2 ~ -4\pmod7
+:: 3\pmod7 ~~ 3
+Antiderivatives :: \frac12\sin^2x+C ~ -\frac12\cos^2x+C ~ -\frac14\cos2x+C ~~ \frac12\cos^2x+C
+:: \frac{(x+1)^2}2+C ~ \frac{x^2}2+x+C ~~ \frac{x^2}2+C ~ \frac{x^2}2+x
+But `x+2+C` :: x+C ~ C+x ~ x+K ~~ x+2+C ~ x-2+C ~ 2x+C
+Formulas with :: \lceil\frac n3\rceil ~ \lfloor\frac{n+2}3\rfloor ~~ \lfloor\frac{n+1}3\rfloor ~ [\frac n3]+1
+:: \lfloor\frac n{100}\rfloor ~ [\frac n{100}] ~~ 0 ~ \lfloor\frac n{200}\rfloor
+:: \lfloor\frac{x+1}2\rfloor ~~ \lceil\frac x2\rceil
+`(1,2,3) and :: (1,2,3),(1,3,2),(2,1,3),(2,3,1),(3,1,2),(3,2,1) ~ (1,2,3) and its permutations ~~ (1,2,3)
+:: (1,1,4) and its permutations ~ (1,1,4),(1,4,1),(4,1,1) ~~ (1,1,4),(1,4,1) ~ (1,1,5) and its permutations
+A reason :: 5 ~ 5, since x>0 ~ 5 because 2+3=5 ~~ 6, since x>0 ~ 6, since 5 is too small ~ since 5
+`Bob wins` equals :: Bob ~ Bob wins ~ Bob can always win ~~ Alice wins ~ Bob loses ~ Bob does not win
+A formula that :: Factor $x^2-1$. ?? (x-1)(x+1) ~ (x+1)(x-1) ~~ x^2-1 ~ -1+x^2
+:: Is $\sqrt2$ or $\sqrt3$ larger? ?? \sqrt3 ~ \sqrt3 ~~ \sqrt2
+In `3+4=7` :: 7 ~ 3+4=7 ~ 3+4=2+5=7 ~~ 3+4=8 ~ 7=3+4 ~ 3+5=7 ~ 3+4=7=8 ~ 2+5=3+5=7 ~ 3+4=7+1
+So `6=7` :: 7 ~ 6+1=7 ~ 7.0=7 ~~ 6=7 ~ 7=6 ~ 7=7+1 ~ 8=7
+After `\approx` :: \frac56 ~ \frac56\approx0.83 ~ \frac56\approx0.84 ~~ \frac56\approx0.9 ~ \frac67\approx0.83
+:: 100 ~ 99+1=100 ~~ 100\approx100.5 ~ 100\approx101
+A decimal may be rounded to :: 3.02 ~ 3.0159\approx3.02 ~ 3.02\approx3.0 ~~ 3.00\approx3.02 ~ 3.0\approx3.02
+A gold answer with :: 0.83 ~ \frac56\approx0.83 ~ x=\frac56\approx0.83 ~~ \frac56 ~ \frac56\approx0.84
+:: 3 ~~ \pi\approx3 ~ 2.99\approx3
+"""
+SPECIFICATION = {}  # first words -> tuples of a problem, a gold answer, an answer, and whether it is right
+for row in SENTENCE_PAIRS.strip().splitlines():
+    start, pairs = row.split(":: ")
+    if start:
+        SPECIFICATION[start.strip()] = examples = []
+    problem, _, pairs = pairs.rpartition(" ?? ")
+    [(right, wrong)] = lines(pairs)
+    examples += [(problem, right[0], answer, answer in right) for answer in right[1:] + wrong]
+# These have no pairs. The second is test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error.
+SPECIFICATION |= {"The rules are in values.py": [], "`grade` may raise ValueError": []}
+_, _, SENTENCES = " ".join(answers.__doc__.split()).partition("What counts as equal: - ")
+SENTENCES = re.split(r"\. (?:- )?", SENTENCES)
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_each_sentence_about_equality_has_two_right_and_two_wrong_answers(sentence):
+    assert len(SPECIFICATION) == len(SENTENCES)
+    [start] = filter(sentence.startswith, SPECIFICATION)
+    found = [0, 0]
+    for problem, gold, answer, is_right in SPECIFICATION[start]:
+        is_copied = problem and repeats(answer, gold, problem)
+        assert (grade(answer, gold) and not is_copied) == is_right, (gold, answer)
+        found[is_right] += 1
+    assert min(found) >= 2 or not SPECIFICATION[start]
+    own = sentence.replace("(see `repeats`)", "") if any(found) else ""
+    assert [example for example in re.findall("`(.+?)`", own) if example not in SENTENCE_PAIRS] == []
+
+
 def test_a_formula_of_the_problem_is_no_answer():
     for (problem, gold, *own), copied in lines(r"""
 $\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ x=(\sqrt{242})\approx15.6 ~ \{\sqrt{242}\}
@@ -735,7 +865,7 @@ def test_no_answer_raises(answer, gold):
     assert not grade(answer, gold)
 
 
-@pytest.mark.parametrize("gold", ["D)", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
+@pytest.mark.parametrize("gold", ["D)", r"3@\frac{1}{2}", r"\frac34 @ 2", r"5 \& 7", r"x \Rightarrow y"])
 def test_a_gold_answer_that_is_not_read_as_a_whole_is_an_error(gold):
     with pytest.raises(ValueError, match="cannot be parsed"):
         grade("z+1", gold)
