@@ -42,6 +42,7 @@ from typing import Any
 from configs import data_file
 from grading.answers import KINDS, grade, quick_grade
 from grading.extract import extract
+from guard.files import exists
 from guard.messages import UserError, explained, require
 
 # Fields of the problem and of the gold answer. The first field that is not null is used.
@@ -144,7 +145,7 @@ def local_file(path: str) -> str:
     """Returns the path of the file on this machine. A file on the Hub (OWNER/NAME:FILE) is downloaded to the
     Hub's cache. Raises UserError if the download fails."""
     match = HUB.fullmatch(path)
-    if Path(path).exists() or not match:
+    if exists(Path(path)) or not match:
         return path
     from huggingface_hub import hf_hub_download
 

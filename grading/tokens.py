@@ -81,7 +81,12 @@ SPELLINGS = dict.fromkeys(STYLES.split(), "") | table(
     '{:} : {=} = {+} + {-} - not "not DNE "not~exist dne "not~exist degree ° '
     r'degrees ° deg ° \textcircled , \top T \degree ° градусов ° \$ "dollar'
 )
-SPELLINGS |= {"thousand": "* 10 ^ 3", "million": "* 10 ^ 6", "billion": "* 10 ^ 9", r"\lg": r"\log _10"}
+SPELLINGS |= {
+    "thousand": "* 10 ^ 3",
+    "million": "* 10 ^ 6",
+    "billion": "* 10 ^ 9",
+    r"\lg": r"\log _10",
+}
 GAP = r"(?:\\[,;:! ]|\s)"  # a space, \,
 
 # A number has a whole part, a point, decimals, digits that repeat, and an exponent.

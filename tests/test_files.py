@@ -29,7 +29,7 @@ import configs
 import dist
 import train
 from engine import MemoryLedger, eos_ids
-from grading.rows import read_rows
+from grading.rows import problem_rows, read_rows
 from guard import files
 from guard.checks import is_run
 from guard.files import checked, exists
@@ -147,6 +147,24 @@ def test_what_belongs_to_another_user_is_not_absent(tmp_path_factory, place, mod
         look = is_run if place == "config.json" else ckpt.complete
         said, = run_ranks(1, as_nobody, out, look)
         assert "can't be read (Permission denied); needed: permission" in said and place in said
+
+
+def rows_in(out):
+    return list(problem_rows(f"{out}/data/d.json", "math"))
+
+
+def test_data_of_another_user_is_one_line():
+    """On several machines, each rank reads --data without an earlier look at its path."""
+    if os.geteuid():
+        pytest.skip("another user takes root")
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        (out / "data").mkdir(0o700)
+        (out / "data/d.json").write_text('[{"prompt": "1+1=", "answer": "2"}]')
+        said, = run_ranks(1, as_nobody, out, rows_in)
+        assert said.startswith(f"{out}/data/d.json can't be read (Permission denied); needed: permission")
 
 
 def resumed(cfg, part, number, times):
