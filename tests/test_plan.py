@@ -24,6 +24,7 @@ import model
 import train
 from bench.nullgpu.memory import CASES, case_of, planned
 from configs import PRESETS, parse
+from engines.torch_engine import Response, TorchEngine
 from guard import checks
 from guard.messages import GIB, UserError
 from guard.start import as_before, load_models, with_checkpoint
@@ -198,6 +199,18 @@ def test_a_sleeping_engine_is_counted():
     for phase in ("sync", "policy", "critic"):
         assert asleep[phase]["sleeping engine"] == GIB / 2 and not awake[phase].get("sleeping engine")
     assert asleep["rollout"]["sleeping engine"] == 0  # an awake engine is counted in --engine_share
+
+
+@pytest.mark.parametrize("eval_data,requests", [(("a.jsonl",), 999), ((), 12)])
+def test_on_a_cpu_the_cache_is_planned_for_the_requests_of_evaluation_and_training(eval_data, requests, tiny):
+    """A step has 12 responses."""
+    cfg = dataclasses.replace(PRESETS["tiny-grpo"], model=tiny, eval_data=eval_data, prompts_per_step=3,
+                              samples_per_prompt=4, max_num_seqs=64)
+    waiting = [Response((i, 0), (5,) * cfg.max_prompt_len, cfg.max_response_len) for i in range(requests)]
+    slots = TorchEngine(tiny, model.load_tokenizer(tiny), cfg)._allocate(waiting)
+    taken = sum(x.nbytes for x in slots.cache.layers)
+    usage = memory(plan.Case(cfg, 1, [plan.read_shape(tiny)] * 3, None))["rollout"]
+    assert taken <= usage["KV cache"] <= 1.02 * taken
 
 
 def test_a_critic_of_another_shape_is_counted_as_itself():

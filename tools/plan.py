@@ -720,7 +720,7 @@ def _engine_memory(case):
     more than --max_num_seqs responses of full length need."""
     cfg = case.cfg
     rows = cfg.max_num_seqs  # number of responses that are decoded at once
-    if not case.gpu:
+    if not (case.gpu or cfg.eval_data):  # an evaluation may have more responses than a step
         rows = min(rows, case.responses)
     logits = 4 * rows * case.models["policy"].vocab  # bytes
     buffers = cfg.sampler_copies(case.gpu is not None) * logits
