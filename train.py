@@ -120,6 +120,7 @@ def main(cfg: Config) -> bool:
     finally:
         run.lock.release()
         gc.unfreeze()  # undo the gc.freeze of `load`, so that a notebook can free the run's memory
+        dist.SECONDS.clear()  # the next run of this process has its own
 
 
 def write_report(folder: Path, done: bool) -> None:

@@ -232,6 +232,11 @@ def main(cfg, with_report: bool = False) -> str:
     return message_of(train.main, cfg)
 
 
+def in_turn(*cfgs) -> list[str]:
+    """Trains with each config, in the same process. Returns the messages of user errors."""
+    return [main(cfg) for cfg in cfgs]
+
+
 def prepared(cfg) -> dict | str:
     """Prepares a run. Returns {"start": its first step, name: whole tensor}, or a UserError's message."""
     try:

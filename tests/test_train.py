@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import maths, run, run_ranks, taught
-from ranks import main
+from ranks import in_turn, main
 from safetensors.torch import load_file
 
 import ckpt
@@ -115,6 +115,16 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
     assert rows[0]["truncated"] == 1
     assert not {"policy_loss", "value_loss", "explained_variance"} & rows[0].keys()
     assert "no token is in the loss of update 1 of the critic" in (tmp_path / "m/alarms.jsonl").read_text()
+
+
+def test_a_run_has_no_seconds_of_an_earlier_run_of_its_process(base, tmp_path):
+    """As in a notebook. The first run ends in step 0, after its critic's updates. GRPO has no critic."""
+    first = dataclasses.replace(base, max_logp_gap=1e-30, out=str(tmp_path / "a"))
+    second = dataclasses.replace(base, algo="grpo", critic_updates=1, steps=1, out=str(tmp_path / "b"))
+    (message, none), = run_ranks(1, in_turn, first, second)
+    assert "nothing of this step is saved" in message and none == ""
+    row = read_jsonl(tmp_path / "b/metrics.jsonl")[0]
+    assert "time/policy" in row and "time/critic" not in row
 
 
 @pytest.mark.parametrize("changes,words", [
