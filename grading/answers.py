@@ -42,7 +42,8 @@ What counts as equal:
 - `x=5` and `f(1)+f(2)=5` equal the gold answer 5, but `x+1=5` is an equation in one unknown, and gives no
   value. If the gold answer is `x=5`, neither `y=5` nor `x-5=0` equals it. If the gold answer is an equation
   with a sum, or a product of small letters, on its left, such as `x+y=5`, the answer must be an equation
-  too. `x=2, y=3` equals `(2,3)`.
+  too. `x=2, y=3` equals `(2,3)`. An identity with the same letters on both sides, such as
+  `(x+1)^2=x^2+2x+1`, equals its right side, if both sides are equal.
 - `f(t)=2t` and `y=2x` equal `f(x)=2x`. `e_1` is a name, not a number. `[x]` is the integer part of x.
 - A condition such as `k\in\mathbb{Z}` is ignored, but `k\in\mathbb{N}` does not equal it. If the gold answer
   has one, its letter may differ: `n\pi, n\in\mathbb{Z}` equals `k\pi, k\in\mathbb{Z}`, and `f(x)=kx` equals
@@ -287,6 +288,11 @@ def _same_named(answer, gold, prove):
             return _same_list(_each(answer), _each(gold), prove)
     name, a = parts_of(answer, "named", None, answer)
     needed, b = parts_of(gold, "named", None, gold)
+    match answer:
+        case ("named", left, right) | ("relation", "=", left, right) if gold[0] not in EQUATIONS:
+            is_identity = set() != letters_of(left) == letters_of(right)
+            if is_identity and not is_name(left):  # (x+1)^2=x^2+2x+1
+                return _same(right, gold, prove) and prove(left, right)
     # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must be solved.
     is_value = needed is None or is_name(needed)
     # xy=5 and x+y=5 may be equations of curves. So the answer y=5-x is right, and the answer 5 is wrong.

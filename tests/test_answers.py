@@ -717,6 +717,8 @@ A solved inequality :: 1<x<2 ~ (1,2) ~ ]1,2[ ~~ [1,2] ~ [1,2) ~ (1,3) ~ 1,2 ~ 1<
 :: [0,3)\cup(3,5] ~ 0\le x\le5, x\ne3 ~ x\ne3 and 0\le x\le5 ~~ 0\le x\le5 ~ x\ne3 ~ [0,5]
 Upper and lower :: \text{Yes} ~ yes ~ YES ~~ No ~ y
 :: r^2R ~ Rr^2 ~~ R^2r ~ r^3
+An identity :: x^2+2x+1 ~ (x+1)^2=x^2+2x+1 ~ x(x+2)+1=x^2+2x+1 ~~ (x+2)^2=x^2+2x+1 ~ (x+1)^2=x^2+2x
+:: x^2-y^2 ~ (x-y)(x+y)=x^2-y^2 ~~ x+y=x^2-y^2 ~ (x-y)^2=x^2-y^2
 `x=5` and :: 5 ~ x=5 ~ f(1)+f(2)=5 ~ AB+BC=5 ~~ x+1=5 ~ 2x=5 ~ f(1)+1=5 ~ x-1=4 ~ f(1)+f(2)=4
 If the gold answer is `x=5` :: x=5 ~ 5=x ~ x_1=5.0 ~~ y=5 ~ x-5=0 ~ 5-x=0 ~ 2x=10 ~ f(x)=5
 If the gold answer is an :: x+y=5 ~ y=5-x ~ 2x+2y=10 ~~ 5 ~ x+y ~ x+y=6 ~ x=5 ~ (2,3)
