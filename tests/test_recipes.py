@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import platform
 import random
 import re
@@ -698,6 +699,24 @@ def test_several_models_have_the_scores_that_each_has_alone(base, tmp_path, monk
         assert run_ranks(2, outcome, [model, *argv, *out]) == [
             f"{platform.node()}: {together} is not empty; needed: an --out that is new or empty"] * 2
     assert json.loads((together / "scores.json").read_text()) == found
+
+
+def outcome_on_its_host(argv) -> str:
+    os.chdir(os.environ["RANK"])  # each host has files of its own at the same paths
+    return outcome(argv)
+
+
+@pytest.mark.parametrize("differs", ["files of the policy", "--eval_data sums"])
+def test_ranks_that_evaluate_other_files_are_refused(base, tmp_path, monkeypatch, differs):
+    monkeypatch.chdir(tmp_path)
+    lines = Path(base.data[0]).read_text().splitlines()[:4]
+    for rank in range(2):
+        make_model(f"{rank}/m", seed=rank if "files" in differs else 0)
+        Path(f"{rank}/sums.jsonl").write_text("\n".join(lines[rank if "sums" in differs else 0 :]))
+    found, same = run_ranks(2, outcome_on_its_host, ["m", "sums.jsonl", *EVAL, "--out", f"{tmp_path}/out"])
+    assert found == same and re.fullmatch(
+        rf"not every rank reads what rank 0 on .* reads: .* \({differs}: \w+ -> \w+\); needed: the same "
+        "files on every machine", found) and not Path("out").exists()
 
 
 def test_an_export_of_turns_says_that_no_environment_asks_it(base, tiny, tmp_path):

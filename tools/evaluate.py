@@ -70,9 +70,9 @@ EVAL_FLAGS = """
     eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
     device dtype stall_limit go save_logps write_rows
 """.split()
-# A preset and flags that give the default values of all flags. They remove the preset's limit on prompt plus
-# response.
-PRESET = ["orz-7b", "--max_model_len", "0", "--pack_len", "65536"]
+# A preset and flags that give the default values of all flags. They remove the preset's critic, and its limit
+# on prompt plus response.
+PRESET = ["orz-7b", "--algo", "grpo", "--max_model_len", "0", "--pack_len", "65536"]
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 
 
@@ -247,6 +247,8 @@ from guard.checks import check_gold, readers_of
 from guard.identity import (
     VERSIONS,
     Facts,
+    check_same,
+    facts_of,
     fingerprint,
     folder_fingerprint,
     model_facts,
@@ -539,6 +541,10 @@ def main(argv: Sequence[str]) -> None:
     with make_grader(cfg, say) as grader:
         keep_fields = grader.reads_rows  # whether a reward function has the parameter `row`
         candidates = [load_candidate(cfg, say_once, keep_fields) for cfg in cfgs]
+        for c in candidates:
+            asked = replace(c.cfg, model=c.path)
+            read, noted = dist.together(facts_of, asked, [], c.sets, c.tokenizer, grader)
+            check_same("reads", read | noted, "the same files on every machine")
         check_candidates(candidates, world)
         say_once(
             f"asked with --template {cfg.template}, stop strings {cfg.stop}, "
