@@ -391,16 +391,20 @@ class Config:
         return self.updates_per_step > 1 or self.kl_in_reward
 
     @property
+    def makes_ref(self) -> bool:
+        """Whether the KL term's reference begins as a copy of the run's policy."""
+        return self.kl_coef > 0 and not self.ref_model
+
+    @property
     def refreshes_ref(self) -> bool:
         """Whether the policy is copied to the reference after each epoch."""
-        return self.ref_refresh and self.kl_coef > 0 and not self.ref_model
+        return self.ref_refresh and self.makes_ref
 
     @property
     def keeps_ref(self) -> bool:
         """Whether checkpoints hold the reference's weights. They do if the reference was copied from the
         policy (--ref_refresh, --start_from), because then no model folder has its weights."""
-        own = self.kl_coef > 0 and not self.ref_model  # the run makes the reference itself
-        return self.refreshes_ref or (own and self.start_from != "")
+        return self.refreshes_ref or (self.makes_ref and self.start_from != "")
 
     @property
     def compares_samples(self) -> bool:
@@ -932,7 +936,8 @@ NO_EFFECT = (
     ),
     ("advantage ratio aggregation", "algo", "ppo", "--algo grpo"),
     ("gamma lam", "compares_samples", True, "--algo ppo, or --advantage return_whiten"),
-    ("kl_in ref_refresh", "kl_coef", 0, "--kl_coef above 0"),
+    ("kl_in", "kl_coef", 0, "--kl_coef above 0"),
+    ("ref_refresh", "makes_ref", False, "--kl_coef above 0, without --ref_model"),
     ("kl_estimator", "has_ref", False, "--kl_coef above 0, or --ref_model"),
     ("mismatch_bounds", "mismatch", "none", "--mismatch token-truncate, or another but none"),
     # With one update, the ratio is 1.

@@ -62,6 +62,7 @@ AT_ONCE = {
     "a discount of groups": ("tiny-grpo --lam 0.9", "--lam has no effect in this run; needed: --algo ppo"),
     "bounds of no weights": ("tiny-ppo --mismatch none --mismatch_bounds 0 3", "needed: --mismatch token-tr"),
     "a KL without a reference": ("tiny-ppo --kl_estimator k1", "needed: --kl_coef above 0, or --ref_model"),
+    "a teacher that changes": ("tiny-ppo --ref_model X --kl_coef 1 --ref_refresh", "--ref_refresh has no ef"),
     "an evaluation of nothing": (f"{RUN} --eval_top_p 0.9", "--eval_top_p has no effect in this run; needed"),
     "more updates than whole prompts": ("scale-rl-7b --prompts_per_step 7", "but only 7 prompts; needed"),
     "groups of one": ("reinforce++-7b --drop_uniform", "compare the samples"),
