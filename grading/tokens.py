@@ -228,7 +228,8 @@ def _is_word(match, tokens, in_text):
     has_noun = re.match(r" (?!and|or|for|where|with|sqrt)[a-z]{3}", after)  # a circle
     if run in ("a", "A") and has_noun:
         return True
-    is_unit = unit_of(run) and _takes_unit(tokens)  # 5 m
+    is_name = unit_of(run) or before == " " and MANY.fullmatch(run.lower())
+    is_unit = is_name and _takes_unit(tokens)  # 5m, 5 kJ
     if in_text and tokens[-1] == r"\pi":  # 3\pi\text{ m}
         is_unit = unit_of(run)
     if in_text is not False:
