@@ -38,7 +38,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -84,8 +84,8 @@ from model import (
 )
 
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})")  # the name of a checkpoint's folder
-# The files of a checkpoint, except COMPLETE
-FILES = re.compile(r"shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")
+# The files of a checkpoint
+FILES = re.compile(r"COMPLETE|shard-\d{5,}\.safetensors|carried-\d{5,}\.json|state\.json")
 # "policy", "critic" or "ref" (the reference) -> (model, optimizer); the reference has no optimizer
 Models = Mapping[str, tuple[nn.Module, Optimizer | None]]
 
@@ -417,21 +417,22 @@ def prune(out: Path, keep: int, keep_best: str) -> None:
 
 
 def _remove(folder):
-    """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. Deletes
-    COMPLETE first, so that a half-deleted checkpoint is ignored. If the folder has other files, they stay,
-    and OSError is raised."""
-    if exists(folder / "COMPLETE"):
-        # r+: on NFS, only a file that is open for writing can be locked.
-        with open(folder / "COMPLETE", "r+") as mark:
+    """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. If the
+    folder has other files, they stay, and OSError is raised."""
+    with ExitStack() as stack:
+        if exists(folder / "COMPLETE"):
+            # r+: on NFS, only a file that is open for writing can be locked.
+            mark = stack.enter_context(open(folder / "COMPLETE", "r+"))
             if not lock_file(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
                 return
-            os.unlink(mark.name)
-    names = names_in(folder)
-    if all(map(FILES.fullmatch, names)):
-        # If this process is killed from here on, the next start deletes the rest (see remove_unfinished).
-        folder = folder.rename(unfinished(folder, secrets.token_hex(8)))
+        names = names_in(folder)
+        if all(map(FILES.fullmatch, names)):
+            # If this process is killed from here on, the next start deletes the rest (see remove_unfinished).
+            folder = folder.rename(unfinished(folder, secrets.token_hex(8)))
+        # First, so that a half-deleted checkpoint is ignored.
+        (folder / "COMPLETE").unlink(missing_ok=True)
     for name in filter(FILES.fullmatch, names):
-        (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
     folder.rmdir()
 
 

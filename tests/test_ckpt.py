@@ -807,14 +807,14 @@ def test_what_a_user_puts_into_ckpt_is_left_alone(two_ranks, tmp_path):
     assert ckpt.find(out, "auto").name == "step_000003"
 
 
-def killed_while_it_prunes(out):
-    """The process ends when it deletes the second file of an old checkpoint."""
-    deleted = []
+def killed_while_it_prunes(out, number):
+    """The process ends before it deletes or renames for the given time."""
+    changes = []
 
     def hook(event, args):
-        if event == "os.remove":
-            deleted.append(args)
-            if len(deleted) == 2:
+        if event in ("os.remove", "os.rename"):
+            changes.append(args)
+            if len(changes) == number:
                 os._exit(0)
 
     sys.addaudithook(hook)
@@ -822,18 +822,19 @@ def killed_while_it_prunes(out):
 
 
 def begun(out):
-    small(out)
+    small(out, keep=1)
 
 
-def test_what_a_kill_leaves_of_an_old_checkpoint_is_deleted_at_the_next_start(tmp_path):
+@pytest.mark.parametrize("number", range(1, 6))
+def test_what_a_kill_leaves_of_an_old_checkpoint_is_deleted_at_the_next_start(tmp_path, number):
     """Otherwise each such kill would fill the disk with the size of a checkpoint."""
     old, _ = marked(tmp_path, [2, 4])
     for name in ("shard-00000.safetensors", "shard-00001.safetensors", "state.json"):
         (old / name).touch()
-    process = get_context("fork").Process(target=killed_while_it_prunes, args=(tmp_path,))
+    process = get_context("fork").Process(target=killed_while_it_prunes, args=(tmp_path, number))
     process.start()
     process.join()
-    assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000004"]
+    assert [p.name for p in ckpt.complete(tmp_path)] == ["step_000002"][number - 1:] + ["step_000004"]
     assert len(os.listdir(tmp_path / "ckpt")) == 2
     run_ranks(1, begun, tmp_path)
     assert os.listdir(tmp_path / "ckpt") == ["step_000004"]
