@@ -451,12 +451,21 @@ class Config:
             return self.engine
         return "vllm" if on_gpu else "torch"
 
-    def sampler_copies(self, on_gpu: bool) -> int:
-        """Returns how many copies of the fp32 logits an engine's sampler needs. On a GPU, the torch engine
-        needs 3, or 10 with top-p."""
-        if not on_gpu or self.engine_kind(on_gpu) != "torch":
-            return 6
-        return 10 if self.eval_top_p < 1 else 3
+    def torch_buffers(self, hidden: int, inner: int, vocab: int, number_bytes: int) -> float:
+        """Returns the bytes that the torch engine needs on a GPU beside its weights and its cache.
+
+        hidden, inner, vocab: sizes of the model, as in tools.plan.Shape
+        number_bytes: bytes of a number in the compute dtype"""
+        logits = 4 * self.max_num_seqs * vocab  # of a decoding step, in fp32
+        # Copies of the logits: in the memory of the CUDA graphs, and in a step without a graph, which may be
+        # of half as many responses
+        of_graphs, of_step = (10, 5) if self.eval_top_p < 1 else (2, 2)
+        # With rounds or an environment, a prompt may have an unfinished response or earlier turns.
+        longest = self.engine_len if self.round_len or self.env else self.max_prompt_len
+        # Most activations are in memory in the MLP (fitted to what bench/nullgpu counted).
+        activations = number_bytes * max(PREFILL, longest) * (4 * inner + 5 * hidden)
+        # 0.35 GiB: free memory in pieces, and cuBLAS
+        return of_graphs * logits + max(of_step * logits, activations) + 0.35 * GIB
 
     def check_length(self) -> None:
         """Raises UserError unless exactly one of --steps, --epochs and --total_episodes is given."""
@@ -798,6 +807,7 @@ CHUNK_BYTES = {"cpu": 2**28, "cuda": 2**30}
 LLAMA_LIKE = ("llama", "qwen2")  # model types whose layers are Llama's, with or without biases
 # Tokens of a page of the torch engine's KV cache on a GPU; FlashAttention takes multiples
 KV_PAGE = 256
+PREFILL = 8192  # most tokens of a pack of prompts in the torch engine; a longer prompt is a pack of its own
 
 # --- the command line
 

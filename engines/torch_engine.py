@@ -46,7 +46,6 @@ if torch.cuda.is_available():  # CPU builds of torch have no Triton
     from layers import gpu_kernels
 
 LOOK = 8  # decoding steps between two looks of the host
-PREFILL = 16384  # tokens of a pack of prompts with --pack_len 0
 
 
 @dataclass(eq=False)
@@ -650,16 +649,15 @@ class TorchEngine(Engine):
 
     def _pages(self, wanted, size):
         """Returns the number of pages of `size` tokens: as many as wanted, or as many as fit into
-        --engine_share of the GPU's memory beside the weights and the sampler's logits. All memory is in
-        bytes."""
+        --engine_share of the GPU's memory beside weights and buffers. All memory is in bytes."""
         c = self.config
         of_token = 2 * c.num_key_value_heads * head_size(c)  # numbers in a layer: key and value
         page_bytes = self.dtype.itemsize * size * c.num_hidden_layers * of_token
         weights = sum(p.nbytes for p in self.policy.parameters())
-        logits = 4 * self.cfg.max_num_seqs * c.vocab_size  # fp32
+        sizes = c.hidden_size, c.intermediate_size, c.vocab_size
         _, total = torch.cuda.mem_get_info(self.device)
         room = self.cfg.engine_share * total
-        room -= weights + self.cfg.sampler_copies(on_gpu=True) * logits
+        room -= weights + self.cfg.torch_buffers(*sizes, self.dtype.itemsize)
         fitting = max(1, int(room) // page_bytes)
         return min(wanted, fitting)
 
@@ -686,12 +684,12 @@ class TorchEngine(Engine):
             )
 
     def _prefill(self, cache):
-        """Compute the keys and values of unread prompts, in packs."""
-        pack_len = self.cfg.pack_len or PREFILL  # largest number of tokens of a pack
+        """Compute the keys and values of unread prompts, in packs. --pack_len is not used: its packs may be
+        too long for the memory beside the cache."""
         pack = []
         tokens = 0  # of `pack`
         for r in cache.unread:
-            if tokens + r.prefix_len > pack_len:
+            if tokens + r.prefix_len > configs.PREFILL:
                 self._prefill_pack(cache, pack)
                 pack = []
                 tokens = 0

@@ -213,6 +213,21 @@ def test_on_a_cpu_the_cache_is_planned_for_the_requests_of_evaluation_and_traini
     assert taken <= usage["KV cache"] <= 1.02 * taken
 
 
+# Two layers of a model, --max_num_seqs, --eval_top_p, tokens of a prompt, and the GiB that the stub driver of
+# bench/nullgpu counted at the peak of evaluation and rollout, without weights, KV cache and CUDA's context.
+BESIDE = [("7b", 256, 1.0, 512, 1.47), ("0.5b", 256, 1.0, 512, 0.62), ("0.5b", 512, 1.0, 8, 1.35),
+          ("0.5b", 512, 0.95, 8, 4.71)]
+
+
+@pytest.mark.parametrize("size,slots,top_p,prompt,gib", BESIDE)
+def test_the_torch_engines_buffers_are_what_a_rollout_needs(size, slots, top_p, prompt, gib):
+    """The prompts fill packs, or evaluation samples with other CUDA graphs than training."""
+    c = case(*f"orz-7b-grpo --engine torch --max_prompt_len {max(prompt, 64)} --max_model_len 0".split())
+    cfg = dataclasses.replace(c.cfg, max_num_seqs=slots, eval_top_p=top_p)
+    c = dataclasses.replace(c, cfg=cfg, shapes=[plan.KNOWN[size]] * 3)
+    assert 0.99 * gib < memory(c)["rollout"]["engine buffers"] / GIB < gib + 0.65
+
+
 def test_a_critic_of_another_shape_is_counted_as_itself():
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same = case("orz-7b", world=32)

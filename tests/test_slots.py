@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 
+import configs
 import data
 import dist
 import model
@@ -19,6 +20,11 @@ from engines.torch_engine import Response, TorchEngine, uniforms
 KEY, VERSION = (0, 1, 0), 3
 # Prompts of 1 token, of exactly one and two pages of 8 tokens, around a page, and of more pages.
 LENGTHS = (1, 2, 7, 8, 9, 16, 17, 29)
+
+
+@pytest.fixture(autouse=True)
+def several_packs_of_prompts(monkeypatch):
+    monkeypatch.setattr(configs, "PREFILL", 64)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def case(tmp_path_factory):
 
 def make_engine(case, page=0, slots=5, look=4, **changes):
     cfg = dataclasses.replace(PRESETS["tiny-ppo"], model=case[0], max_prompt_len=32, max_response_len=24,
-                              max_num_seqs=slots, pack_len=64, stop=(), **changes)
+                              max_num_seqs=slots, stop=(), **changes)
     engine = TorchEngine(case[0], case[1], cfg)
     engine.page, engine.look, engine.kernel = page, look, families.paged_attention
     engine._pages = lambda wanted, size: wanted  # a CPU's memory is not shared out
@@ -122,12 +128,33 @@ def test_on_a_gpu_the_cache_takes_no_more_than_the_engines_share(case, page, mon
     del engine._pages
     engine.unload()
     engine.device = torch.device("cuda")
-    beside = engine.cfg.sampler_copies(on_gpu=True) * 4 * 64 * engine.config.vocab_size
+    c = engine.config
+    beside = engine.cfg.torch_buffers(c.hidden_size, c.intermediate_size, c.vocab_size, number_bytes=4)
     beside += sum(p.nbytes for p in engine.policy.parameters())
     total = (beside + every / 2) / engine.cfg.engine_share
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total))
     cached = sum(x.nbytes for x in engine._allocate(waiting).cache.layers)
     assert every / 3 < cached <= every / 2
+
+
+@pytest.mark.parametrize("page", [0, 8])
+def test_packs_of_prompts_are_short_whatever_pack_len_is(case, page, monkeypatch):
+    """In a run, --pack_len is chosen for the memory of training, when no engine has a cache."""
+    requests, limits = requests_of(case, n=1)
+    tokens = []
+    for limit in (64, 20):  # 20: less than the longest prompt, which is a pack of its own
+        monkeypatch.setattr(configs, "PREFILL", limit)
+        engine = make_engine(case, page, slots=16, pack_len=4096)
+        hidden, longest = engine.policy.hidden, []
+
+        def recorded(ids, *rest, hidden=hidden, longest=longest, **options):
+            longest.append(ids.numel() if "segments" in options else 0)
+            return hidden(ids, *rest, **options)
+
+        monkeypatch.setattr(engine.policy, "hidden", recorded)
+        tokens.append({k: s.ids.tolist() for k, s in sampled(engine, case, requests, limits).items()})
+        assert max(longest) <= max(limit, max(LENGTHS) - 1)
+    assert tokens[0] == tokens[1]
 
 
 def test_responses_wait_for_free_pages(case, monkeypatch):

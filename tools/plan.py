@@ -34,12 +34,11 @@ from guard.files import read_json
 from guard.messages import GIB, UserError, gib, require, user_errors
 
 MOMENTS = 2  # numbers that AdamW keeps for each trained weight
+SAMPLER_COPIES = 6  # copies of the fp32 logits in the sampler of vLLM, or of an engine on a CPU
 CHUNKS_ALIVE = 3  # chunks of logits that are in memory at once on a CPU (layers/head.py)
 CUDA_CONTEXT = 0.6 * GIB  # GPU memory of CUDA's context and kernels
 NCCL_BUFFERS = 0.9 * GIB  # GPU memory of NCCL
 ENGINE_BUFFERS = 1.5 * GIB  # GPU memory of vLLM's activations and CUDA graphs
-# GPU memory of the torch engine's activations, and free memory in pieces.
-TORCH_BUFFERS = 0.35 * GIB
 SLEEPING_ENGINE = 0.5 * GIB  # GPU memory of vLLM at sleep level 2
 LIBRARIES = 5 * GIB  # host memory of torch, CUDA and vLLM on one rank
 HOLES = 0.015  # unused memory between tensors, as a share of the tensors (activations, weights, moments)
@@ -722,12 +721,14 @@ def _engine_memory(case):
     rows = cfg.max_num_seqs  # number of responses that are decoded at once
     if not (case.gpu or cfg.eval_data):  # an evaluation may have more responses than a step
         rows = min(rows, case.responses)
-    logits = 4 * rows * case.models["policy"].vocab  # bytes
-    buffers = cfg.sampler_copies(case.gpu is not None) * logits
+    policy = case.models["policy"]
+    buffers = SAMPLER_COPIES * 4 * rows * policy.vocab  # bytes
     cache = rows * cfg.engine_len * case.kv_bytes
     if case.gpu:
-        # engine_sleeps: vLLM
-        buffers += ENGINE_BUFFERS if case.engine_sleeps else TORCH_BUFFERS
+        buffers += ENGINE_BUFFERS
+        if not case.engine_sleeps:  # the torch engine
+            sizes = policy.hidden, policy.inner, policy.vocab
+            buffers = cfg.torch_buffers(*sizes, case.number_bytes)
         share = cfg.engine_share * case.gpu.memory
         room = max(share - case.engine_weights - buffers, 0.0)
         pages = 1 + rows * math.ceil(cfg.engine_len / KV_PAGE)  # 1: a page for empty slots
