@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from guard.files import if_there, is_file, names_in
-from guard.messages import UserError, explained, require, user_errors
+from guard.messages import GIB, UserError, explained, require, user_errors
 
 Say = Callable[[str], None]  # prints or logs a line of text
 ROOT = str(Path(__file__).resolve().parent)  # the project's folder
