@@ -363,7 +363,9 @@ def _own_operations(node):
         yield "power"
     if kind == "root" or kind == "^" and re.match(r"-?\d*/", as_text(node[2])):  # x^{1/2}
         yield "root"
-    if kind == "call" and name in GROUPS:
+    if kind != "call":
+        return
+    if name in GROUPS:
         yield GROUPS[name]
     # \ln\frac32 is \ln3-\ln2. But \ln\frac12 is -\ln2.
     if name == r"\ln" and re.match(r"(?!1/)\d+[/.]|/\((?![1e] )", as_text(node[2])):

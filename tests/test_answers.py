@@ -856,7 +856,7 @@ def test_only_one_rounding_may_follow_an_answer():
 
 
 @pytest.mark.parametrize(("answer", "gold"), [
-    (r"\text{not divisible by }1", "n"),
+    (r"\text{not divisible by }1", "n"), ("ln", r"(k,k+1), k\in\mathbb{Z}"),
     (r"\begin{cases}\end{cases}", r"\begin{cases}1&x>0\\2&x<0\end{cases}"),
     ("(10/3)!", r"\pi"), ("6=110_2", "110_2"), (r"3=\text{no}", "no"), (r"\frac{0\pi}{0}", r"\pi"),
     (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"),
