@@ -291,26 +291,26 @@ def ungradable(
     """Returns the indices of the problems whose gold answers can't be graded. `indices`: problems to check.
     A gold answer can't be graded if it:
 
-    - is empty or longer than MAX_ANSWER characters
+    - is longer than MAX_ANSWER characters
     - is not a letter, although its kind is "choice"
     - is a PLACEHOLDER, or has more than MOST_WORDS words, and its kind is "math"
     - has kind "math", and the grader raises an error or times out when it compares a test answer with it"""
     bad = []
     for i in indices:
-        gold = problems[i].answer.strip()
+        gold = problems[i].answer
         kind = problems[i].kind
-        if not gold or len(gold) > MAX_ANSWER:
-            bad.append(i)
-        elif kind == "choice" and not grade(gold, gold, kind):  # not a letter
-            bad.append(i)
-        elif kind == "math" and (
-            PLACEHOLDER.fullmatch(gold) or len(WORD.findall(gold)) > MOST_WORDS
+        if (
+            len(gold) > MAX_ANSWER
+            or (kind == "choice" and not grade(gold, gold, kind))  # not a letter
+            or (
+                kind == "math"
+                and (PLACEHOLDER.fullmatch(gold) or len(WORD.findall(gold)) > MOST_WORDS)
+            )
         ):
             bad.append(i)
         elif kind == "math":
             # A wrong answer makes the grader parse `gold`. An answer equal to `gold` would not.
-            other = "-1.5" if "." in gold else "-1"
-            response = rf"<answer>\boxed{{{other}}}</answer>"
+            response = r"<answer>\boxed{-1}</answer>"
             grader.submit(i, response, gold, True, kind)  # True: the limit did not cut the response
     grades = grader.results()
     return bad + [i for i, g in grades.items() if g.reason in ("error", "timeout")]
