@@ -251,9 +251,8 @@ def _texts(value):
         return list(itertools.chain(*map(_texts, value)))
     text = "" if value is None or value is False or value != value else str(value)
     words = re.findall(r"\w+|[^\w\s]", text)
-    if not words:
-        return []
-    return [" ".join(["", *words, ""])]  # with a space at both ends
+    joined = " ".join(words)
+    return [f" {joined} "] if words else []
 
 
 def _fields(row):
@@ -418,18 +417,16 @@ def suspicious(rows: Sequence[tuple[int, Row]], special: re.Pattern) -> list[str
 
     rows: (number, Row) of one file
     special: finds chat markup and special tokens"""
+    found = {
+        "the problem has chat markup or special tokens": [
+            number for number, row in rows if special.search(str(row.turns))
+        ],
+        "two fields have different gold answers": [number for number, row in rows if row.differs],
+    }
     lines = []
-    marked = [number for number, row in rows if special.search(str(row.turns))]
-    if marked:
-        lines.append(
-            f"the problem has chat markup or special tokens in {len(marked)} of "
-            f"{len(rows)} rows, first in row {marked[0]}"
-        )
-    # `answer` is from the first field of ANSWER.
-    differing = [number for number, row in rows if row.differs]
-    if differing:
-        count = f"{len(differing)} of {len(rows)} rows, first in row {differing[0]}"
-        lines.append(f"two fields have different gold answers in {count}")
+    for what, numbers in found.items():
+        if numbers:
+            lines.append(f"{what} in {len(numbers)} of {len(rows)} rows, first in row {numbers[0]}")
     unused = Counter()  # name of a field -> number of rows
     for _, row in rows:
         unused.update(name for name, _ in row.unused)
