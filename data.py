@@ -80,7 +80,7 @@ class Sample:
     text: str
     version: int  # the step whose weights sampled the last tokens
     reward: float = 0.0  # from the grader
-    reason: str = ""  # why the grader gave this reward: one of reward.REASONS
+    reason: str = ""  # why the grader gave this reward: one of grading.worker.REASONS
     answer: str | None = None  # extracted from the response
     grader: str = ""  # name of the --reward term that gave the reward
     weight: float = 1.0  # of the --reward term `grader`
@@ -216,8 +216,13 @@ def load_problems(
     seen = set()  # the rows of all files so far
     repeated = too_long = 0
     for path in paths:
-        rows, copies = _new_rows(path, seen, cfg, keep_fields)
-        repeated += copies
+        rows = []  # (row number, Row) of each row that is not in `seen`
+        for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
+            if row is None or row in seen:  # None: a copy of an earlier row of this file
+                repeated += 1
+            else:
+                rows.append((number, row))
+                seen.add(row)
         for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
@@ -248,20 +253,6 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
-
-
-def _new_rows(path, seen, cfg, keep_fields):
-    """Returns two things: the rows of a file that are not in the set `seen`, as pairs (row number, Row); and
-    how many rows were left out as repeats. Adds the new rows to `seen`."""
-    rows = []
-    repeated = 0
-    for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
-        if row is None or row in seen:  # None: a copy of an earlier row of this file
-            repeated += 1
-        else:
-            rows.append((number, row))
-            seen.add(row)
-    return rows, repeated
 
 
 def prompt_encoder(
