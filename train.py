@@ -26,7 +26,7 @@ from pathlib import Path
 
 from configs import NODE, Config, check_paths, parse, set_allocator
 from guard.lock import FolderLock
-from guard.messages import require, user_errors
+from guard.messages import UserError, require, user_errors
 from reward import check_functions, terms_of
 from tools.plan import check_ranks
 
@@ -117,6 +117,9 @@ def main(cfg: Config) -> bool:
         if run.world.main:
             write_report(Path(cfg.out), done)
         return done
+    except UserError:  # on all ranks
+        run.saver.pool.shutdown()  # another run in this folder would delete a save in progress
+        raise
     finally:
         run.lock.release()
         gc.unfreeze()  # undo the gc.freeze of `load`, so that a notebook can free the run's memory

@@ -518,6 +518,28 @@ def test_a_stop_tries_to_save_twice(base, tmp_path):
     assert [p.name for p in ckpt.complete(tmp_path / "run")] == ["step_000001"]
 
 
+def refused_while_it_saves(cfg):
+    real = os.fsync
+
+    def slow(descriptor):
+        time.sleep(0.5)
+        real(descriptor)
+
+    os.fsync = slow
+    return ranks.main(cfg), os.listdir(cfg.folder / "ckpt")
+
+
+def test_a_refused_run_ends_its_save_before_another_run_may_begin(base, tmp_path):
+    """From the second step on, a reward is refused. The next run would delete the half-written checkpoint."""
+    (tmp_path / "r.py").write_text("calls = []\ndef f(response, answer, kind):\n    calls.append(1)\n"
+                                   "    return len(response) if len(calls) <= 32 else -1.0\n")
+    cfg = dataclasses.replace(base, algo="grpo", critic_updates=1, advantage="group_mean_over_mean",
+                              save_every=1, eval_every=0, reward=(f"{tmp_path}/r.py:f",),
+                              out=str(tmp_path / "run"))
+    ((said, found),) = run_ranks(1, refused_while_it_saves, cfg)
+    assert "negative score" in said and found == ["step_000001"]
+
+
 # --- the lock
 
 
