@@ -228,6 +228,16 @@ def test_the_torch_engines_buffers_are_what_a_rollout_needs(size, slots, top_p, 
     assert 0.99 * gib < memory(c)["rollout"]["engine buffers"] / GIB < gib + 0.65
 
 
+@pytest.mark.parametrize("size,pack,gib", [("7b", 65536, 11.64), ("7b", 16384, 4.84), ("0.5b", 65536, 2.62)])
+def test_a_reference_needs_what_the_stub_driver_counted(size, pack, gib):
+    """gib: the peak of a forward pass with log-probs, without the model's own weights (bench/nullgpu)."""
+    flags = f"orz-7b-grpo --kl_coef 0.1 --ref_model x --pack_len {pack}"
+    c = case(*flags.split(), world=1)
+    usage = memory(dataclasses.replace(c, shapes=[plan.KNOWN["0.5b"]] * 2 + [plan.KNOWN[size]]))["ref"]
+    gathered, activations, logits = (usage[x] for x in ("gathered weights", "activations", "logits"))
+    assert 1 <= (gathered + activations + logits) / GIB / gib < 1.09
+
+
 def test_a_critic_of_another_shape_is_counted_as_itself():
     seven, half = plan.KNOWN["7b"], plan.KNOWN["0.5b"]
     same = case("orz-7b", world=32)

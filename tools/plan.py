@@ -781,14 +781,17 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     if case.cfg.ref_model:
         _, _, shape = case.shapes  # the reference's
         tokens = case.cfg.pack_len
-        # The reference is not trained. Only the layer that runs has activations, as if all were recomputed.
-        _, of_a_layer = _per_token(case, shape, recompute=shape.layers)
+        # The reference is not trained. Only the layer that runs has activations, most of them in its MLP: for
+        # each token three tensors of size `inner` (four without silu), and up to six of size `hidden`. A
+        # delta net has as many as in a recomputed layer. They are freed before there are logits.
+        _, of_net = _per_token(case, shape, recompute=shape.layers)
+        of_mlp = case.number_bytes * ((4 - shape.silu) * shape.inner + 6 * shape.hidden)
+        activations = tokens * max(of_net, of_mlp)
         root_and_layer = shape.policy_params - (shape.layers - 1) * shape.layer
         ref = {
             "weights": case.ref,
-            "activations": tokens * of_a_layer,
+            "activations": max(activations, _logits(case, shape.vocab, tokens)),
             "gathered weights": case.number_bytes * root_and_layer,
-            "logits": _logits(case, shape.vocab, tokens),
         }
         instants.append(("ref", ref | _asleep(case)))
     found = [(phase, _with_total(case, usage)) for phase, usage in instants]
