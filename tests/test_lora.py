@@ -317,6 +317,28 @@ def test_parameters_of_the_adapters_are_counted_exactly(tmp_path):
     assert sum(q.numel() for q in policy.parameters()) == shape.adapters(RANK)
 
 
+def planned_and_loaded(cfg):
+    """Returns the bytes of weights and optimizer states: planned, and those of the loaded models."""
+    world = dist.init("cpu", "float32")
+    case = case_of(cfg, world)
+    roles = load_models(case, world).values()
+    modules = {id(module): module for role in roles for module in (role.model, role.model.base)}
+    numbers = sum(p.numel() for module in modules.values() for p in module.parameters())
+    trained = sum(p.numel() for role in roles if role.optimizer for p in role.model.parameters())
+    return case.state, 4 * (numbers + plan.MOMENTS * trained)
+
+
+@pytest.mark.parametrize("critic,ref", [("", ""), ("tied", ""), ("untied", ""), ("", "tied"), ("", "untied"),
+                                        ("tied", "tied"), ("untied", "tied")])
+def test_roles_that_begin_with_the_policys_model_share_its_base_in_the_plan_too(base, critic, ref, request):
+    """Also if --critic_model or --ref_model names this model."""
+    folders = {"": "", "tied": base.model, "untied": request.getfixturevalue("untied")}
+    cfg = dataclasses.replace(
+        base, critic_model=folders[critic], ref_model=folders[ref], lora=RANK, kl_coef=0.1)
+    planned, loaded = run_ranks(1, planned_and_loaded, cfg)[0]
+    assert planned == pytest.approx(loaded, rel=0.03)
+
+
 def test_one_h100_holds_ppo_of_7b_with_one_base():
     """2 bytes a weight for the base, 16 bytes for each number of two adapters."""
     cfg = parse(["orz-7b", "--lora", "32", "--ranks", "1", "--offload", "off"])

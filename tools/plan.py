@@ -325,8 +325,8 @@ class Case:
 
     @property
     def shared(self) -> bool:
-        """Whether one frozen base serves policy and critic: with --lora and without --critic_model."""
-        return self.cfg.lora and not self.cfg.critic_model
+        """Whether one frozen base serves policy and critic: with --lora without another --critic_model."""
+        return self.cfg.lora and self.cfg.critic_model in ("", self.cfg.model)
 
     def shard(self, name: str) -> float:
         """Returns the bytes of a rank's part of a model's trained fp32 weights. With --lora, these are the
@@ -419,11 +419,12 @@ class Case:
         """Bytes of a rank's shards: all weights, also the reference's, and AdamW's moments."""
         cfg = self.cfg
         total = self.saved + self.base("policy")
-        if cfg.critic_model:
+        if not self.shared:
             total += self.base("critic")
         # A reference that is not in `saved` (see cfg.keeps_ref). With --lora, the policy's base is also the
         # reference, unless --ref_model gives another one.
-        if cfg.ref_model or (cfg.has_ref and not cfg.keeps_ref and not cfg.lora):
+        shares = cfg.lora and cfg.ref_model in ("", cfg.model)
+        if cfg.has_ref and not (cfg.keeps_ref or shares):
             total += self.ref
         return total
 
