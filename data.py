@@ -216,13 +216,8 @@ def load_problems(
     seen = set()  # the rows of all files so far
     repeated = too_long = 0
     for path in paths:
-        rows = []  # (row number, Row) of each row that is not in `seen`
-        for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
-            if row is None or row in seen:  # None: a copy of an earlier row of this file
-                repeated += 1
-            else:
-                rows.append((number, row))
-                seen.add(row)
+        rows, copies = _new_rows(path, seen, cfg, keep_fields)
+        repeated += copies
         for line in suspicious(rows, special):
             say(f"{path}: {line}")
         for number, row in rows:
@@ -253,6 +248,20 @@ def load_problems(
         f"(the first of each stays) and {too_long} prompts over {limit} tokens"
     )
     return problems
+
+
+def _new_rows(path, seen, cfg, keep_fields):
+    """Returns two things: the rows of a file that are not in the set `seen`, as pairs (row number, Row); and
+    how many rows were left out as repeats. Adds the new rows to `seen`."""
+    rows = []
+    repeated = 0
+    for number, row in problem_rows(path, kind_of(cfg.reward), keep_fields):
+        if row is None or row in seen:  # None: a copy of an earlier row of this file
+            repeated += 1
+        else:
+            rows.append((number, row))
+            seen.add(row)
+    return rows, repeated
 
 
 def prompt_encoder(
