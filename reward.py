@@ -289,7 +289,7 @@ def dry_run(responses: str, /, reward: tuple[str, ...] = ("math",), extractor: s
             where = f"{responses} row {number}"
             text = _submit(grader, terms, reward, extractor, row, number, where)
             for t in terms:
-                if t.name in TEXT_PARTS:
+                if not t.is_grader:  # a user's function may be named tags
                     values[t].append(TEXT_PARTS[t.name](text))
         # All other terms are graders. The keys of the results are (row number, term).
         for (_, t), grade in grader.results().items():

@@ -770,6 +770,13 @@ def test_dry_run_takes_the_terms_of_training(tmp_path):
     assert f"by zero ({tmp_path}/my.py, line 2)" in lines[-1]
 
 
+def test_dry_run_grades_by_a_function_that_has_the_name_of_a_reward_part(tmp_path, capsys):
+    (tmp_path / "my.py").write_text("def tags(response):\n    return len(response)\n")
+    (tmp_path / "r.jsonl").write_text('{"response": "four", "answer": "2"}')
+    reward.dry_run(f"{tmp_path}/r.jsonl", reward=(f"{tmp_path}/my.py:tags",))
+    assert "mean tags 4.0000, weight 1\nmean of the sum 4.0000\n" in capsys.readouterr().out
+
+
 def test_dry_run_takes_numbers_as_gold_answers(tmp_path, capsys):
     """Also a worked solution, as in training. Null is no value, as Parquet gives it."""
     rows = [{"response": boxed("5"), "answer": answer, "dataset": None, "stopped": None, "segments": None}
