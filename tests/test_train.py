@@ -117,6 +117,14 @@ def test_updates_without_a_token_in_the_loss_change_no_weight(base, tmp_path):
     assert "no token is in the loss of update 1 of the critic" in (tmp_path / "m/alarms.jsonl").read_text()
 
 
+def test_equal_returns_have_the_explained_variance_0_whatever_their_size(base, tmp_path):
+    """fp32 rounds the returns of -100 to slightly different numbers."""
+    reward = (base.reward[0].replace("digits", "penalty=100"),)
+    rows, _ = run(dataclasses.replace(base, reward=reward, steps=2, eval_data=()), tmp_path / "r")
+    for row in rows:
+        assert row["returns"] == pytest.approx(-100) and row["explained_variance"] == 0
+
+
 def test_a_run_has_no_seconds_of_an_earlier_run_of_its_process(base, tmp_path):
     """As in a notebook. The first run ends in step 0, after its critic's updates. GRPO has no critic."""
     first = dataclasses.replace(base, max_logp_gap=1e-30, out=str(tmp_path / "a"))
