@@ -253,9 +253,9 @@ def read_inputs(cfg: Config, say: Say, on_error: ExitStack) -> tuple[Config, Inp
     day = cfg.date
     cfg = dist.together(set_template, tokenizer, cfg)
     require(
-        cfg.date != "" or day in ("", Config.date),
+        cfg.date == day or day == Config.date,
         f"--date {day} has no effect: no chat template prints today's date",
-        "no --date; Llama 3.1's template takes --template_args 'date_string=\"31 Jan 2026\"'",
+        "no --date; for Llama 3.1: --template_args 'date_string=\"31 Jan 2026\"'",
     )
     # The grader is made first: load_data keeps the rows' fields only if a reward function reads them.
     grader = dist.together(make_grader, cfg, say)
