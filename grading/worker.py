@@ -643,8 +643,7 @@ class Grader(AbstractContextManager):
         more: values of the function's parameters `problem`, `row` and `sample`. Without a function, `problem`
             is the text that an answer must not repeat (answers.repeats)"""
         # A base model may end with a special token that is not its EOS, such as <|im_end|>.
-        body = re.sub(r"<\|\w+\|>\s*\Z", "", text)
-        answer = extract(body, extractor)
+        answer = extract(re.sub(r"<\|\w+\|>\s*\Z", "", text), extractor)
         gold = gold.strip()
         if custom:
             # The function's parameter `answer` gets the gold answer.
