@@ -157,9 +157,7 @@ def graders_of(dataset: str, terms: Sequence[Term]) -> list[Term]:
     response is correct. If a data set has a term DATASET@FILE.py:FUNCTION, the terms math, choice and exact
     do not grade its responses."""
     graders = [t for t in terms if t.is_grader]
-    own = [t for t in graders if t.dataset == dataset.casefold()]
-    if not dataset:
-        return own  # the terms without DATASET@
+    own = [t for t in graders if dataset and t.dataset == dataset.casefold()]
     others = [t for t in graders if not t.dataset]
     if own:
         others = [t for t in others if t.custom]
@@ -309,7 +307,6 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     terms, reward: --reward as Terms and as texts. where: the row's file and number"""
     # A row of a run's samples/ has a field "gold". It also has a field "row", the row of the data file, if a
     # reward function of that run reads it.
-    needed = '{"response": "text", "answer": "text"}'
     shape = {"response": str, "gold": str | None, "problem": str | None, "segments": list | None}
     checked(row, shape, where)
     text = row["response"]
@@ -317,10 +314,11 @@ def _submit(grader, terms, reward, extractor, row, number, where):
         text = "\n".join(row["segments"][::2])
     kind = row.get("kind") or kind_of(reward)
     gold = row["gold"] if "gold" in row else gold_answer(row, kind, where)
-    require(gold is not None, f"{where} has no answer as text", needed)
-    lacks_row = "gold" in row and "row" not in row
     require(
-        not (lacks_row and grader.reads_rows),
+        gold is not None, f"{where} has no answer as text", '{"response": "text", "answer": "text"}'
+    )
+    require(
+        not grader.reads_rows or "gold" not in row or "row" in row,
         f"{where} is a sample without its row of the data file, which --reward reads",
         "samples of a run whose --reward reads it, too",
     )
@@ -350,7 +348,7 @@ def _print_means(values, rows):
         total += t.weight * sum_of_term
         mean = f"{sum_of_term / len(of_term):.4f}" if of_term else f"no rows of {t.dataset}"
         print(f"mean {t.kind or t.name} {mean}, weight {t.weight:g}")
-    print(f"mean of the sum {total / max(rows, 1):.4f}")
+    print(f"mean of the sum {total / rows:.4f}")
 
 
 if __name__ == "__main__":

@@ -374,7 +374,7 @@ def gold_answer(fields: dict, kind: str, where: str) -> str | None:
             f"{where} has no answer in its box: the box is empty or not closed",
             r"\boxed{ANSWER}",
         )
-        return boxed.strip()
+        return boxed
     before, marked, last = text.rpartition("####")  # GSM8K
     if marked and "\n" not in last.strip() and (kind != "exact" or before.endswith("\n")):
         return last.strip()
