@@ -147,9 +147,8 @@ def check_flags(cfg: Config, given: Collection[str]) -> None:
         )
     terms = terms_of(cfg)
     for term in terms:
-        grader = term.kind or term.custom  # "" if the term is a reward part
         require(
-            term.weight == 1 and grader and len(graders_of(term.dataset, terms)) == 1,
+            term.weight == 1 and term.is_grader and len(graders_of(term.dataset, terms)) == 1,
             f"--reward {' '.join(cfg.reward)} has a weight, a part or a second grader",
             "one grader for each row, because the others have no effect in evaluation",
         )
@@ -195,10 +194,8 @@ def as_trained(exports: Sequence[dict], given: Collection[str], form: str) -> di
             unused |= {"system_prompt", "template_args", "stop"}
         # Evaluate at the temperature at which the training sampled.
         facts["eval_temperature"] = [facts["temperature"]]
-        ours = {}  # this model's part of `found`
-        for name in EVAL_FLAGS:
-            if name in facts and name not in unused:
-                ours[name] = facts[name]
+        # This model's part of `found`
+        ours = {name: facts[name] for name in EVAL_FLAGS if name in facts and name not in unused}
         other = differences(found, ours)
         require(
             not other,
@@ -420,7 +417,7 @@ def result_of(c: Candidate, engine: Engine, grader: Grader, scores: Scores) -> d
     sets = {}
     for i, (name, problems) in enumerate(c.sets.items()):
         sets[name] = {
-            "file": c.cfg.eval_data[i],
+            "file": problems[0].file,
             "hash": fingerprint(problems),
             "problems": len(problems),
             # eval_samples has one number for all sets, or one for each set.
@@ -487,10 +484,11 @@ def evaluate_all(
         # the files may change during the evaluation.
         for name, problems in first.sets.items():
             stored[name] = dict(read_rows(local_file(problems[0].file)))
-    engine = None
+    engine = engine_key = None
     results = []
-    for i, (c, folder) in enumerate(zip(candidates, folders, strict=True)):
-        if i == 0 or c.engine_key != candidates[i - 1].engine_key:
+    for c, folder in zip(candidates, folders, strict=True):
+        if c.engine_key != engine_key:
+            engine_key = c.engine_key
             engine = None  # frees the old engine first: a GPU may be too small for two engines
             gc.collect()
             torch.cuda.empty_cache()
@@ -513,14 +511,15 @@ def evaluate_all(
             found = f"!! --extractor finds no answer in {len(unread)} of {len(rows)} responses"
             lines += [found, f"answers that another --extractor finds: {dict(others)}"]
         say("\n".join(lines))  # first, because a full disk must not cost the scores
+        writes = c is first and c.cfg.write_rows
         if world.main:
             with explained(f"can't write to {folder}", "space there or another --out", OSError):
                 (folder / "scores.json").write_text(json.dumps(result, indent=1) + "\n")
                 write_jsonl(folder / "samples.jsonl", rows)
-                if c is first and c.cfg.write_rows and not errors:
+                if writes and not errors:
                     say(write_rows(c, scores, stored))
         require(
-            not errors or not c.cfg.write_rows or c is not first,
+            not (writes and errors),
             "--write_rows has written nothing, because grading failed",
             "functions of --reward and --env that raise no error",
         )
@@ -542,8 +541,8 @@ def main(argv: Sequence[str]) -> None:
         keep_fields = grader.reads_rows  # whether a reward function has the parameter `row`
         candidates = [load_candidate(cfg, say_once, keep_fields) for cfg in cfgs]
         for c in candidates:
-            asked = replace(c.cfg, model=c.path)
-            read, noted = dist.together(facts_of, asked, [], c.sets, c.tokenizer, grader)
+            inputs = replace(c.cfg, model=c.path), [], c.sets, c.tokenizer, grader
+            read, noted = dist.together(facts_of, *inputs)
             check_same("reads", read | noted, "the same files on every machine")
         check_candidates(candidates, world)
         say_once(
@@ -554,7 +553,7 @@ def main(argv: Sequence[str]) -> None:
         for name, problems in candidates[0].sets.items():
             check_gold(name, problems, grader, cfg, world, say_once)
         # Only rank 0 makes folders. If it raises UserError, `together` raises it on all ranks.
-        dist.together(lambda: make_folders(folders if world.main else ()))
+        dist.together(make_folders, folders if world.main else ())
         evaluate_all(candidates, folders, grader, world, say)
 
 
