@@ -659,7 +659,6 @@ def _fill(path, who, model, optimizer):
         # "policy.model.norm.weight.exp_avg" -> "policy.model.norm.weight"
         with_state = {key.rpartition(".")[0] for key in dist.tensors_in(path)}
         for name, p in model.named_parameters():
-            p.grad = None
             if f"{who}.{name}" in with_state:
                 p.grad = torch.zeros_like(p)
         optimizer.step()

@@ -69,7 +69,7 @@ def tell_torchrun(text: str) -> None:
     the first process that fails."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        more = {"timestamp": int(time.time())}
         with contextlib.suppress(OSError):
             Path(file).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))
 

@@ -35,10 +35,8 @@ def watch(limit: float) -> None:
     if CURRENT.limit:  # an earlier run in this process started the thread
         return
     CURRENT.limit = limit
-    store = td.HashStore()
-    if td.is_initialized():
-        # A connection of its own, because other threads may wait in the store.
-        store = td.distributed_c10d._get_default_store().clone()
+    # A connection of its own, because other threads may wait in the store.
+    store = td.distributed_c10d._get_default_store().clone()
     # No daemon: if Python ended while a thread is inside the store's C++ code, the process would crash.
     threading.Thread(target=look, args=[store, limit], name="watch").start()
 

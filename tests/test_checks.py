@@ -193,6 +193,7 @@ def test_a_signal_may_come_while_another_is_handled():
 
 
 def overdue():
+    dist.init("cpu", "float32")
     dist.CURRENT.limit = 0.0  # in this process no thread watches yet
     watch(1000.0)
     with handle_signals(grace=0.1):
@@ -224,16 +225,18 @@ def test_a_run_whose_terminal_was_closed_is_ended_in_time(limit):
     code = f"""
 import os, signal, time, dist
 from guard.watch import handle_signals, watch
+dist.init("cpu", "float32")
 watch({limit})
 with dist.phase("x"), handle_signals(grace=0.1):
     if {limit} > 2:
         os.kill(os.getpid(), signal.SIGUSR1)
+    print("waits", flush=True)
     time.sleep(300)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE,
-                               env=os.environ | {"RANK": "0"})
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
     process.stderr.close()
-    assert process.wait(30) == 1
+    assert process.wait(30) == 1 and process.stdout.read() == "waits\n"
 
 
 @pytest.mark.parametrize("name", ["train", "$_$"])
