@@ -38,7 +38,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -391,7 +391,7 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> 
     state.write_text(json.dumps(facts))
     mark.write_text(json.dumps({**files, **_crc32s(state)}))
     if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
-        _remove(final)  # `final` is an incomplete checkpoint, which a crash left
+        _empty(final)  # `final` is an incomplete checkpoint, which a crash left
     _sync(state, mark, temp)
     temp.rename(final)  # fails if `final` exists and is not an empty folder
     _sync(final.parent)
@@ -417,23 +417,24 @@ def prune(out: Path, keep: int, keep_best: str) -> None:
 
 
 def _remove(folder):
-    """Deletes a checkpoint, unless a process reads it (see `hold`): then a later call deletes it. If the
-    folder has other files, they stay, and OSError is raised."""
-    with ExitStack() as stack:
-        if exists(folder / "COMPLETE"):
-            # r+: on NFS, only a file that is open for writing can be locked.
-            mark = stack.enter_context(open(folder / "COMPLETE", "r+"))
-            if not lock_file(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
-                return
-        names = names_in(folder)
-        if all(map(FILES.fullmatch, names)):
+    """Deletes a complete checkpoint, unless a process reads it (see `hold`): then a later call deletes it. If
+    the folder has other files, they stay, and OSError is raised."""
+    # r+: on NFS, only a file that is open for writing can be locked.
+    with open(folder / "COMPLETE", "r+") as mark:
+        if not lock_file(mark.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return
+        if all(map(FILES.fullmatch, names_in(folder))):
             # If this process is killed from here on, the next start deletes the rest (see remove_unfinished).
             folder = folder.rename(unfinished(folder, secrets.token_hex(8)))
-        # First, so that a half-deleted checkpoint is ignored.
-        (folder / "COMPLETE").unlink(missing_ok=True)
-    for name in filter(FILES.fullmatch, names):
-        (folder / name).unlink(missing_ok=True)
+        (folder / "COMPLETE").unlink()  # first, so that a half-deleted checkpoint is ignored
+    _empty(folder)
     folder.rmdir()
+
+
+def _empty(folder):
+    """Deletes the files of a checkpoint. Other files stay."""
+    for name in filter(FILES.fullmatch, names_in(folder)):
+        (folder / name).unlink()
 
 
 def best_of(out: Path, folders: Sequence[Path], metric: str) -> Path | None:
