@@ -289,8 +289,7 @@ class Saver:
         self.buffer.update()
         # A process from before a restart may still write this checkpoint, so its folder gets a random name.
         token = dist.gather(secrets.token_hex(8))[0]  # rank 0's, on all ranks
-        final = step_folder(self.out, step)
-        temp = unfinished(final, token)
+        temp = unfinished(step_folder(self.out, step), token)
         self.in_flight = self.pool.submit(self._complete, step, temp, carried)
 
     def finish(self) -> None:

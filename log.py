@@ -4,7 +4,6 @@ Every rank adds numbers to its own `Meter`. On rank 0, the `Logger` writes the f
 every metric."""
 
 import contextlib
-import dataclasses
 import errno
 import json
 import math
@@ -213,7 +212,7 @@ class Logger(contextlib.AbstractContextManager):
 
         self.make_writer = SummaryWriter
         first = start if own else 0  # rows from this step on are set aside
-        config = dataclasses.asdict(cfg) | {"versions": versions}
+        config = vars(cfg) | {"versions": versions}
         needed = "space and permission there, or another --out"
         with explained(f"can't write to {out}", needed, OSError):
             replace_text(out / "config.json", json.dumps(config, indent=1))

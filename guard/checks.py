@@ -150,10 +150,10 @@ def check_space(folder: Path, needed: float) -> None:
     """Raises UserError unless `folder` has `needed` bytes free for checkpoints and exports."""
     # Folders that the run will delete count as free: its old checkpoints, and parts that a killed run left.
     # It keeps links, and what they lead to.
-    ours = re.compile(rf"\.?{ckpt.STEP.pattern}(\..*\.part)?")
+    ours = rf"\.?{ckpt.STEP.pattern}(\..*\.part)?"
     used = 0  # bytes
     for old in folder.glob("ckpt/*"):
-        if ours.fullmatch(old.name) and not old.is_symlink():
+        if re.fullmatch(ours, old.name) and not old.is_symlink():
             used += sum(file.stat().st_size for file in old.glob("*") if file.is_file())
     free = shutil.disk_usage(folder).free + used
     require(

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
@@ -95,7 +94,7 @@ def facts_of(
 
 def settings(cfg: Config) -> Facts:
     """Returns the settings that must not change when a run resumes, as a dict: field of Config -> value."""
-    fixed = {name: value for name, value in asdict(cfg).items() if name not in MAY_CHANGE}
+    fixed = {name: value for name, value in vars(cfg).items() if name not in MAY_CHANGE}
     # With these settings, the learning rates depend on the number of steps.
     if cfg.lr_decay != "constant" or 0 < cfg.warmup_updates < 1:
         fixed["steps"] = cfg.steps

@@ -10,7 +10,7 @@ stop, finish  save the last checkpoint; `finish` also exports the models"""
 import gc
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -291,7 +291,7 @@ def state_of(
     if world.device.type == "cpu":  # another number of threads sums in another order
         noted["threads of a rank"] = torch.get_num_threads()
     return {
-        "config": asdict(cfg),
+        "config": vars(cfg),
         "ranks": world.size,
         "read": remembered,
         "noted": noted,
