@@ -534,22 +534,26 @@ def load_files(state: dict[str, Tensor], folder: str) -> None:
 # --- numbers and samples
 
 
+def several(group: td.ProcessGroup | None = None) -> bool:
+    """Returns whether `group` (None: all ranks) has several ranks."""
+    return td.is_initialized() and td.get_world_size(group) > 1
+
+
 def all_sum(x: Tensor, op: Any = td.ReduceOp.SUM) -> Tensor:
     """Returns the sum (or reduction `op`) of x over all ranks."""
     x = x.clone()
-    if td.is_initialized() and td.get_world_size() > 1:
+    if several():
         td.all_reduce(x, op)
     return x
 
 
-def all_max(x: Tensor) -> Tensor:
-    return all_sum(x, td.ReduceOp.MAX)
+all_max = partial(all_sum, op=td.ReduceOp.MAX)
 
 
 def gather(x: Any, group: td.ProcessGroup | None = None) -> list[Any]:
     """Returns the objects x of all ranks in `group` (None: all ranks), in rank order. Use it only for small
     objects, because every rank receives all of them."""
-    if not td.is_initialized() or td.get_world_size(group) == 1:
+    if not several(group):
         return [x]
     out = [None] * td.get_world_size(group)
     td.all_gather_object(out, x, group)
@@ -587,7 +591,7 @@ def gather_rows(rows: list[dict]) -> list[dict]:
 def deal(items: Sequence[T], ranks: Sequence[int]) -> list[T]:
     """Send items[i] to the rank ranks[i], for every i. Returns the received items, in the order of the
     senders. All ranks must call this function together."""
-    if not td.is_initialized() or td.get_world_size() == 1:
+    if not several():
         return [*items]
     outgoing = [[] for _ in range(td.get_world_size())]  # outgoing[r]: this rank's items for rank r
     for item, rank in zip(items, ranks, strict=True):
@@ -705,7 +709,7 @@ def stop_requested() -> bool:
     """Returns whether any rank got a signal to stop. All ranks must call this function. It waits for the
     slowest rank."""
     found = torch.tensor(len(stop_signal))
-    if td.is_initialized() and td.get_world_size() > 1:
+    if several():
         work = td.all_reduce(found, td.ReduceOp.MAX, async_op=True)
         # Python handles no signal inside work.wait().
         while not work.is_completed():
