@@ -547,6 +547,7 @@ def test_a_refreshed_reference_is_resumed(base, tmp_path):
 
 @pytest.mark.parametrize("argv,words", [
     ("--temperature 0.1", "--temperature has no effect in evaluation; needed: a flag that python -m"),
+    ("--pack_len 99999", "--pack_len has no effect in evaluation; needed: a flag that python -m"),
     ("--samples_per_prompt=4", "--samples_per_prompt has no effect"), ("--model y", "--model has no effect"),
     ("--no-selfcheck", "--selfcheck has no effect"), ("--policy-lr 1", "--policy_lr has no effect"),
     ("--reward math tags", "--reward math tags has a weight, a part or a second grader"),
@@ -583,10 +584,11 @@ def test_the_command_line_has_models_then_data_then_flags():
     assert split("m n O/N a.jsonl O/D")[:2] == ("m n O/N", "a.jsonl O/D")
     assert split("m O/D:main/a.parquet b.json --seed=2")[:2] == ("m", "O/D:main/a.parquet b.json")
     assert split("m O/D")[:2] == ("m", "O/D") and split("a.json b.json")[:2] == ("a.json", "b.json")
-    flags = "--eval_temperature 0 --reward math d@r.py:f --max_response_len 20000 --pack_len 30000"
+    flags = "--eval_temperature 0 --reward math d@r.py:f --max_response_len 20000"
     cfg = split(f"m a.json {flags} --env e.py:f")[2]
     assert cfg.eval_temperature == (0.0,) and cfg.reward == ("math", "d@r.py:f") and cfg.env == "e.py:f"
     assert cfg.model_len == cfg.max_prompt_len + 20000  # the preset's limit of 8192 does not hold
+    assert split("m a.json --max_response_len 70000")[2].max_response_len == 70000
     assert stops("") == PRESETS["orz-7b"].stop == stops("--template orz")
     assert stops("--template chat") == () == stops("--template=chat")
     assert stops("--template chat --stop </answer>") == ("</answer>",)
@@ -612,7 +614,7 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
     assert cfg.eval_temperature == (0.6,) and cfg.max_response_len == 64 and cfg.model_len == 70
     assert cfg.max_turns == 3 and cfg.env == ""  # what is read runs no code
     assert other == dataclasses.replace(cfg, model=a) == eval_configs([a, f"{tmp_path}/c", "a.json"])[0]
-    assert eval_configs([f"{tmp_path}/d", "a.json", "--max_model_len", "0"])[0].pack_len > 20000
+    assert eval_configs([f"{tmp_path}/d", "a.json", "--max_model_len", "0"])[0].max_response_len == 20000
     assert {c.stop for c in eval_configs([a, b, "a.json", "--stop", "x"])} == {("x",)}
     assert eval_configs([a, "a.json", "--template", "orz"])[0].stop == PRESETS["orz-7b"].stop
     chat, _ = eval_configs([f"{tmp_path}/chat", "base", "a.json", "--template_args", "enable_thinking=true"])
@@ -647,7 +649,7 @@ def test_models_of_one_folder_name_have_names_that_differ(tmp_path, monkeypatch)
     assert {path: model_name(path) for path in names} == names
 
 
-EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24", "--pack_len", "64",
+EVAL = ["--template", "plain", "--eval_samples", "4", "--max_response_len", "24",
         "--max_prompt_len", "16", "--device", "cpu", "--dtype", "float32"]
 
 

@@ -66,13 +66,13 @@ class EvalConfig(Config):
 # The flags that an evaluation uses, besides --out.
 EVAL_FLAGS = """
     template system_prompt template_args date extractor reward env max_turns seed
-    max_prompt_len max_response_len max_model_len pack_len engine stop engine_share max_num_seqs tp
+    max_prompt_len max_response_len max_model_len engine stop engine_share max_num_seqs tp
     eval_samples eval_temperature eval_top_p eval_response_len grade_workers grade_deadline
     device dtype stall_limit go save_logps write_rows
 """.split()
 # A preset and flags that give the default values of all flags. They remove the preset's critic, and its limit
 # on prompt plus response.
-PRESET = ["orz-7b", "--algo", "grpo", "--max_model_len", "0", "--pack_len", "65536"]
+PRESET = ["orz-7b", "--algo", "grpo", "--max_model_len", "0"]
 CONDITION = r"((0|0?\.\d+)<=?)?rate[<>]=?(0|1|0?\.\d+)"  # the conditions that --write_rows accepts
 
 
