@@ -519,7 +519,7 @@ class Config:
         if self.lr_decay == "constant":
             return base
         # As in torch's LinearLR and CosineAnnealingLR, the rate reaches `lr_end` one update after the last.
-        progress = min(1.0, (done - warmup) / max(total - warmup, 1))
+        progress = (done - warmup) / (total - warmup)
         if self.lr_decay == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         return base + (self.lr_end - base) * progress
