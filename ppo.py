@@ -85,7 +85,7 @@ def whiten(x: Tensor, mask: Tensor, stats: Tensor) -> Tensor:
 
     stats (3,): the sum of `whitening_stats` over all packs and ranks."""
     count, total, squares = stats.to(x.device)
-    count = count.clamp(min=1)  # 0 if no token of the step is in the loss
+    # 0 / 0 if no token of the step is in the loss; then `mask` is false everywhere.
     mean = total / count
     variance = squares / count - mean * mean
     std = variance.clamp(min=0).sqrt()
