@@ -146,8 +146,6 @@ class Pages(Cache):
         pages = self.layers[0].shape[1]
         self.free = list(range(1, pages))  # the free pages; page 0 is never given away
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
-        self.copies = {}
-        self.unread = []
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
@@ -582,9 +580,7 @@ class TorchEngine(Engine):
             return
         # The longest prompts first: Rows.admit relies on this order.
         order = sorted(requests, key=lambda k: (-len(requests[k]), k))
-        waiting = deque()
-        for k in order:
-            waiting.append(Response(k, tuple(requests[k]), limits[k]))
+        waiting = deque(Response(k, tuple(requests[k]), limits[k]) for k in order)
         # Whether a token may end a response. For most tokens it is false, which saves time.
         self.may_end = self.may_stop.copy()
         self.may_end[list(self.eos)] = True
