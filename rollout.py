@@ -20,6 +20,7 @@ import torch
 import dist
 from configs import PRESETS, Config, Say
 from data import (
+    EMPTY,
     Problem,
     Sample,
     answered,
@@ -148,16 +149,14 @@ class Trajectories:
 
     def begin(self, keys: Iterable[Key]) -> None:
         """Add new trajectories with empty responses."""
-        ids = np.zeros(0, np.int32)  # no token yet
-        logp = np.zeros(0, np.float32)
         for prompt_id, sample_id in keys:
             prompt = self.problems[prompt_id].ids
             self.open[prompt_id, sample_id] = Sample(
                 prompt_id,
                 sample_id,
                 prompt,
-                ids,
-                logp,
+                EMPTY,  # no token yet
+                np.float32(EMPTY),
                 stopped=False,
                 text="",
                 version=self.sampling.version,
