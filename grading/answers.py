@@ -241,7 +241,7 @@ def _unordered(answer, gold, prove):
     """Returns whether two lists have the same parts in any order. If one list has a single part, every part
     of the other list must equal this part: `1, 1` equals `1`."""
     if len(answer) != len(gold):
-        if 1 not in (len(answer), len(gold)):
+        if min(len(answer), len(gold)) != 1:
             return False
         return all(_same(a, b, prove) for a in answer for b in gold)
     left = list(answer)

@@ -269,7 +269,7 @@ class _Parser:
         """Reads to a closing token."""
         outer, self.closers = self.closers, closers
         found = ("list",)
-        if self.token not in closers:
+        if self.token != r"\}":
             found = self.parse()
         self.closers = outer
         if self.next() not in closers:
@@ -296,8 +296,6 @@ class _Parser:
                 return found
             case "()" | "[]" | "(]" | "[)", [_, _, *_]:
                 return "tuple", form, *parts
-            case _, []:
-                raise Unreadable
         return "call", left.replace(r"\lfloor", "["), *parts
 
     def juxtaposed(self, left, token):
@@ -760,7 +758,7 @@ def _flat(nodes):
                 steps = int((last - first) / step)
                 flat = [number_node(first + i * step) for i in range(steps + 1)]
         case [*tuples, ("words", text)] if (
-            PERMUTED.fullmatch(text) and len(flat) < 9
+            tuples and PERMUTED.fullmatch(text) and len(flat) < 9
         ):  # (1,2,3) and its permutations
             flat = []
             for _, form, *parts in tuples:
@@ -811,7 +809,7 @@ def _matrix(kind, inside):
     r"""\begin{pmatrix}1&2\\3&4\end{pmatrix}; a column vector is a tuple; the rows of cases are a list"""
     # not cases, align, gather
     is_matrix = kind[0] not in "acgs" or kind in ("array", "smallmatrix")
-    if inside[0] == "named" or not is_matrix:
+    if inside[0] not in ("list", "tuple") or not is_matrix:
         return inside
     if kind[0] in "vV":
         return "call", r"\det", inside

@@ -70,7 +70,7 @@ FAILURES = (
     ArithmeticError,
     ValueError,
     TypeError,
-    KeyError,
+    LookupError,
     Unreadable,
     MemoryError,
     RecursionError,

@@ -829,9 +829,12 @@ From least to greatest: $b$, $a$ ~ a,b ~ a,b ~~ b,a
 
 @pytest.mark.parametrize("empty", [
     r"\begin{cases}\end{cases}", r"\begin{cases}\\\end{cases}", r"\{\begin{cases}\end{cases}\}",
-    r"\begin{matrix}\end{matrix}", r"\{\begin{matrix}\end{matrix}", r"\{\}", "()", "[]", "", ",", ";"])
+    r"\begin{matrix}\end{matrix}", r"\{\begin{matrix}\end{matrix}", r"\{\}", "()", "[]", "", ",", ";",
+    "x={}", "f(x)={}", r"{}\text{ cm}", "x={},y={}", "x>{}", r"x=\begin{cases}\end{cases}",
+    r"\{\text{permutations}\}", r"\{\{\text{its permutations}\}\}"])
 def test_an_answer_without_parts_equals_no_gold_answer(empty):
     golds = ("5", r"\frac12", "x+1", "(1,2)", "A", "x=5", "[0,1]", r"5\text{ cm}", r"\{1\}", "1,2", "yes")
+    golds += ("y=2x+1", r"\pi", "2:3", r"k\pi, k\in\mathbb{Z}", r"3\pmod7", "x>2", r"5\%", "(A) 5")
     assert not any(grade(empty, gold) for gold in golds)
 
 
@@ -859,7 +862,8 @@ def test_only_one_rounding_may_follow_an_answer():
     (r"\text{not divisible by }1", "n"), ("ln", r"(k,k+1), k\in\mathbb{Z}"),
     (r"\begin{cases}\end{cases}", r"\begin{cases}1&x>0\\2&x<0\end{cases}"),
     ("(10/3)!", r"\pi"), ("6=110_2", "110_2"), (r"3=\text{no}", "no"), (r"\frac{0\pi}{0}", r"\pi"),
-    (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"),
+    (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"), (r"x\det\begin{pmatrix}\text{no}\end{pmatrix}", "x+1"),
+    (r"\begin{pmatrix}x+y\end{pmatrix}", "(x,y)"), (r"\begin{pmatrix}i=\text{no}\end{pmatrix}", r"k\pi"),
     ("(1,{})", r"(1,\{2,3\})"), (r"\{\text{permutations}\}", "1,2"),
     (r"\inftyBk\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"),
     (r"y=4+\left[\begin{array}{c}1\\-3\end{array}\right]", "x^2+y^2=25")])
