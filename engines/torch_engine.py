@@ -146,6 +146,9 @@ class Pages(Cache):
         pages = self.layers[0].shape[1]
         self.free = list(range(1, pages))  # the free pages; page 0 is never given away
         self.latest: dict[tuple[int, ...], Response] = {}  # prompt -> its response that came last
+        # An abandoned `generate` may leave work for the prefill.
+        self.copies = {}
+        self.unread = []
 
     def admit(self, r: Response) -> bool:
         """Give `r` pages for its prompt and the whole response. Returns False if there are too few."""
