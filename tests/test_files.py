@@ -638,7 +638,8 @@ def test_a_closed_terminal_saves_a_run_of_two_launched_ranks(base, tiny, tmp_pat
                "--keep_best", "", "--reward", *base.reward, "--prompts_per_step", "2", "--samples_per_prompt",
                "2", "--out", f"{tmp_path}/run"]
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the run would go on
-    process = forked(*command, start_new_session=True)
+    environment = os.environ | {"PET_MAX_RESTARTS": "3"}  # of Kubeflow, for torchrun
+    process = forked(*command, environment=environment, start_new_session=True)
     signal.signal(signal.SIGHUP, before)
     going = wait_until(lambda: len(read_metrics(tmp_path / "run")) > 1)
     process.stdout.close()
