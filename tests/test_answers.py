@@ -484,6 +484,8 @@ k\pi,\ k\in\mathbb{Z} ~ n\pi, n\in\mathbb{Z} ~~ -\pi,0,\pi ~ 2k\pi,\ k\in\mathbb
 x=\frac{\pi}{4}+\pi n ~ x=\frac{5\pi}{4}+\pi k,\ k\in\mathbb{Z} ~~ x=\frac{5\pi}{4}+2\pi k,\ k\in\mathbb{Z}
 x\equiv 3\pmod 7 ~ x\equiv -4\pmod{7} ~ x=7k+3, k\in\mathbb{Z} ~ x=7k-4 ~ x=3+7k ~~ x\equiv 4\pmod 7
 x\equiv 3\pmod 7 ~~ x\equiv 3\pmod 8 ~ x=7k+4 ~ x=3k+7
+x\equiv 23\pmod{105} ~ 128+105k ~~ x\equiv 23\pmod{106} ~ x\equiv 23\pmod{210}
+x\equiv -1\pmod{97} ~ 96\pmod{97} ~ 97k+290 ~~ -1\pmod{194} ~ 96\pmod{98} ~ 1\pmod{97}
 n\equiv 1,5\pmod 6 ~ n\equiv\pm1\pmod 6 ~ n=6k+1 \text{ or } n=6k+5 ~~ n\equiv 1\pmod 6 ~ n\equiv 1,4\pmod 6
 60^\circ ~ \frac{\pi}{3} ~ 60 ~~ \frac{\pi}{6} ~ \frac{\pi}{3}^\circ ~ \pi
 22.5^\circ ~ 22^\circ 30' ~~ 22^\circ 3' ~ 30^\circ 22'
