@@ -758,7 +758,7 @@ def _flat(nodes):
                 steps = int((last - first) / step)
                 flat = [number_node(first + i * step) for i in range(steps + 1)]
         case [*tuples, ("words", text)] if (
-            tuples and PERMUTED.fullmatch(text) and len(flat) < 9
+            {node[0] for node in tuples} == {"tuple"} and PERMUTED.fullmatch(text) and len(flat) < 9
         ):  # (1,2,3) and its permutations
             flat = []
             for _, form, *parts in tuples:
@@ -899,7 +899,7 @@ def with_letters(node, new):
     parts = []
     for part in node:
         parts.append(with_letters(part, new) if isinstance(part, tuple) else part)
-    if node[0] in ("+", "*"):
+    if node and node[0] in ("+", "*"):
         return in_order(*parts)
     return tuple(parts)
 

@@ -865,6 +865,7 @@ def test_only_one_rounding_may_follow_an_answer():
     (r"\begin{cases}\end{cases}", r"\begin{cases}1&x>0\\2&x<0\end{cases}"),
     ("(10/3)!", r"\pi"), ("6=110_2", "110_2"), (r"3=\text{no}", "no"), (r"\frac{0\pi}{0}", r"\pi"),
     (r"\lfloor\frac{0\pi}0\rfloor", r"2\pi"), (r"x\det\begin{pmatrix}\text{no}\end{pmatrix}", "x+1"),
+    (r"\text{permutations of }1,2", r"k\pi, k\in\mathbb{Z}"), (r"y=C_1x,2\approx2", "y=Cx"),
     (r"\begin{pmatrix}x+y\end{pmatrix}", "(x,y)"), (r"\begin{pmatrix}i=\text{no}\end{pmatrix}", r"k\pi"),
     ("(1,{})", r"(1,\{2,3\})"), (r"\{\text{permutations}\}", "1,2"),
     (r"\inftyBk\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"),
