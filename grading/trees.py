@@ -203,7 +203,7 @@ class _Parser:
         if self.token != r"\frac" and "/" not in self.token[1:]:
             return whole
         part = self.operand()
-        if part[0] == "number":
+        if is_integer(whole) and part[0] == "number" and part[1] < 1:
             return number_node(whole[1] + part[1])
         return product_of(whole, part)
 

@@ -96,7 +96,7 @@ def lines(text: str) -> list[list[list[str]]]:
 
 
 REWRITES = lines(r"""
-\frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23 ~~ 14 ~ \frac{42}{3} ~ 4-\frac{2}{3} ~ 4+\frac23
+\frac{14}{3} ~ 4\frac{2}{3} ~ 4 2/3 ~ 4\dfrac23 ~~ 3\frac53 ~ \frac{42}{3} ~ 4-\frac{2}{3} ~ 4+\frac23
 12 ~ 12. ~ 012 ~ +12 ~ 12.0 ~~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ 7 {5}
 12 ~~ \sqrt{144} ~ \binom{12}{1} ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7{5} ~ 12+1i ~ 12+0.5i
 (-1,6) ~ (-1,6).
@@ -208,7 +208,7 @@ r=3,\theta=\frac{\pi}{4} ~ (3,\frac{\pi}{4}) ~ \theta=\frac{\pi}{4},r=3 ~~ (\fra
 47 ~~ 46 1 ~ 46+1
 31 ~~ 1\,030
 7 ~~ 7_8 ~ 7\text{ or 8} ~ 7\text{ is wrong, it is 8} ~ 6=7 ~ not 7 ~ 7\equiv 0 ~ 7 \pmod 3 ~ 7 or more
-7 ~~ 5$ $7
+7 ~~ 5$ $7 ~ 6 1/2 1/2 ~ 6.5\frac12
 \pi ~ 1.0000000000000001\pi ~~ 3.14 ~ 3.1416 ~ 1.0000001\pi ~ \frac{22}{7} ~ \pi\approx4x ~ 3.14\approx\pi
 0.00001234 ~~ 0.000012
 10\text{ cm} ~~ 10\text{ m} ~ 10 inches ~ 10\text{ cm}^2 ~ 10\% ~ \$10
