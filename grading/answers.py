@@ -481,7 +481,7 @@ DOMAINS = {
     "1": rf"{IN}(N(?! _0)|Z(?=( \}})? [\^*+]| _))|\bnatural|\bpositive",
 }
 # A bound and its sign; no sign for a lower bound: k \ge 3; k = 1 , 2 , \ldots
-BOUND = re.compile(r"(?:([<>]|\\[ln]eq?)|\\geq?|=(?= \d .*dots)) ?(\d+)\b")
+BOUND = re.compile(r"(?:([<>]|\\[ln]eq?)|\\geq?|=(?= \d .*dots)) ?(-?\d+)\b")
 CONSTANT_NAMES = set("A B C K a c k C_1 C_2 C_3 c_1 c_2 c_3".split())
 
 
@@ -489,7 +489,7 @@ def _domains(reading):
     r"""Returns which values an answer's parameter may have: its bounds, such as "3" for k\ge3 and k>2, and
     "<3" for k<3. Without bounds, the keys of DOMAINS whose patterns match."""
     bounds = set()
-    for sign, bound in BOUND.findall(reading.conditions):
+    for sign, bound in BOUND.findall(reading.conditions.replace("- ", "-")):
         if sign == ">":
             sign = ""
             bound = int(bound) + 1

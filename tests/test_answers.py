@@ -517,7 +517,8 @@ x^2+\frac12x ~ x²+½x ~~ x²+2x
 x^{2/3}y ~~ x^2/3 y
 A(r)=\pi r^2 ~ A(t)=\pi t^2 ~ \pi r^2 ~ A\left(t\right)=\pi t^2 ~~ \pi d^2 ~ A=\pi d^2
 2^n,\ n\ge2 ~ 2^k, k\ge2 ~ 2^n, n>1 ~ 2^n \text{ for all integers } n\ge2 ~~ 2^n, n\ge3 ~ 2^n, n\ge12
-2^n,\ n\ge2 ~~ 2^n, n\in\mathbb{N}
+2^n,\ n\ge2 ~~ 2^n, n\in\mathbb{N} ~ 2^n, n\ge-2 ~ 2^n, n>-1
+2^n,\ n\ge-2 ~ 2^n ~ 2^k, k>-3 ~~ 2^n, n\ge2 ~ 2^n,n\in\mathbb{N}
 2k\pi,\ k\in\mathbb{Z} ~ 2k\pi ~~ 2k\pi, k\in\mathbb{Z}, k\ge0 ~ 2k\pi, k\ne0
 \gcd(m,n) ~ \operatorname{gcd}(m,n) ~ \text{gcd}(m,n) ~~ (m,n)
 \text{sufficient but not necessary} ~ \text{sufficient but not necessary condition}
