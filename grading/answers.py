@@ -425,7 +425,7 @@ def _same_list(answer, gold, prove):
     b = _elements(gold)
     for last in a[-1:] + b[-1:]:
         if last[:2] == ("tuple", "&"):  # a row of a function given by cases
-            return prove(answer, gold)
+            return letters_of(answer) == letters_of(gold) and prove(answer, gold)
     return _unordered(a, b, prove)
 
 

@@ -465,6 +465,7 @@ e^{2\pi i/5} ~~ \cos\frac{2\pi}5-i\sin\frac{2\pi}5 ~ \sin\frac{2\pi}5+i\cos\frac
 \begin{cases}n&n\text{ even}\\0&n\text{ odd}\end{cases} ~ 0 for odd n, and n for even n ~ \frac{n+n(-1)^n}2
 \begin{cases}n&n\text{ even}\\0&n\text{ odd}\end{cases} ~~ n ~ \frac{n-n(-1)^n}2
 \begin{cases}n&n\text{ even}\\0&n\text{ odd}\end{cases} ~~ n for odd n, 0 for even n ~ n,0 ~ 0
+5 ~~ \begin{cases}5&n\ge1\\7&n\le0\end{cases} ~ 5 if x>-20, 7 if x<=-20
 \{\frac{n\pi}3:n\in\mathbb{Z}\} ~ \{\frac{k\pi}3\mid k\in\mathbb{Z}\} ~~ \frac13 ~ \{\frac\pi3:n\}
 2n+1,\ n\in\mathbb{Z} ~~ 2n-1 \text{ for all positive integers } n ~ 2i+1
 y=Ce^{2x} ~ y=Ae^{2x} ~ y=Ke^{2x} ~~ y=e^{2x} ~ y=Ce^{x} ~ y=xe^{2x}
