@@ -252,9 +252,10 @@ def _import_function(spec, known):
 
     known: the allowed names of parameters, which are the constant SCORE for a reward, and TURN for --env"""
     path, _, name = spec.rpartition(":")
-    # The user's file may import another `configs`.
-    for module in [m for m in sys.modules if m.partition(".")[0] in ("configs", "grading")]:
-        del sys.modules[module]
+    # The user's file may import another `configs`, `grading` or `guard`.
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("configs", "grading", "guard"):
+            del sys.modules[module]
     before = set(sys.modules)
     # The user's folder takes this folder's place, so that a file such as types.py does not replace a part of
     # the standard library.

@@ -323,18 +323,19 @@ def test_custom_reward(custom):
         "LookupError", "WorkerDied", "SystemExit", "ValueError", "TypeError", "OverflowError", "timeout"}
 
 
-# A reward file (mine.py) and its imports. mine.py must not get torz's own configs.py and answers.py.
+# A reward file (mine.py) and its imports. mine.py must not get torz's own configs.py, guard and answers.py.
 SIBLINGS = {
     "utils.py": "VALUE = {n}", "package/__init__.py": "", "package/part.py": "VALUE = {n}",
     "folder/part.py": "VALUE = {n}", "late.py": "VALUE = {n}", "configs.py": "VALUE = {n}",
-    "answers.py": "from configs import VALUE", "mine.py": """
+    "guard.py": "VALUE = {n}", "answers.py": "from configs import VALUE", "mine.py": """
 import answers
+import guard
 import package.part
 import utils
 from folder import part
 def score(response, answer, kind):
     import late
-    values = {{answers.VALUE, package.part.VALUE, utils.VALUE, part.VALUE, late.VALUE}}
+    values = {{answers.VALUE, guard.VALUE, package.part.VALUE, utils.VALUE, part.VALUE, late.VALUE}}
     return values.pop() if len(values) == 1 else -1
 """}
 
