@@ -80,6 +80,9 @@ def facts_of(
     }
     # Changed problems would give other scores under the same metric name.
     content |= {f"--eval_data {name}": fingerprint(part) for name, part in held_out.items()}
+    # So would other temperatures, if the sets come in another order.
+    for name, temperature in zip(held_out, cfg.eval_temperature, strict=False):
+        content[f"--eval_temperature of {name}"] = temperature
     read = settings(cfg) | content
     noted = VERSIONS | content  # config.json gets `noted`, so that tools.report can compare runs
     for who in cfg.models:

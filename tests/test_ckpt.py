@@ -319,6 +319,19 @@ def test_another_function_for_a_data_set_is_refused(base):
     check_unchanged(base.folder, {"read": old}, loose, "")
 
 
+def test_evaluation_sets_in_another_order_keep_their_temperatures(base):
+    """With one temperature for all sets, they may be in any order, and some may be left out."""
+    def read(sets, *temperatures):
+        cfg = dataclasses.replace(base, eval_data=tuple(sets), eval_temperature=temperatures)
+        return facts_of(cfg, [], dict.fromkeys(sets, []), make_tokenizer(), SimpleNamespace(files={}))[0]
+
+    saved = {"read": read("ab", 0.0, 1.0)}
+    with pytest.raises(UserError, match="of b: 1.0 -> 0.0; --eval_temperature of a: 0.0 -> 1.0.; needed: x"):
+        check_unchanged(base.folder, saved, read("ba", 0.0, 1.0), "x")
+    check_unchanged(base.folder, saved, read("ab", 0.0, 1.0), "")
+    check_unchanged(base.folder, {"read": read("abc", 0.0)}, read("ca", 0.0), "")
+
+
 def test_an_update_that_is_not_finite_is_left_out(base, tmp_path):
     left, again, ended = run_ranks(1, ranks.not_finite, dataclasses.replace(base, out=str(tmp_path)))[0]
     assert left and again and "three updates" in ended
