@@ -72,10 +72,11 @@ def check_graders(sets: Iterable[Sequence[Problem]], cfg: Config) -> None:
     # Names of the rows' data sets. "": the rows without one
     in_rows = {p.dataset.casefold() for p in itertools.chain(*sets)}
     # Names of data sets in the flags. "": all data sets
-    in_flags = {t.dataset for t in terms} | extractors(cfg).keys()
-    # The extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows. "" is in every preset.
-    of_presets = itertools.chain(*map(extractors, PRESETS.values()))
-    unknown = sorted(in_flags - in_rows - {*of_presets})
+    in_flags = {t.dataset for t in terms}
+    # The --extractor of a preset (rlvr-8b: gsm8k) may name a data set without rows.
+    if cfg.extractor not in [preset.extractor for preset in PRESETS.values()]:
+        in_flags |= extractors(cfg).keys()
+    unknown = sorted(in_flags - in_rows - {""})
     require(
         not unknown,
         f"--reward or --extractor names data sets without rows: {', '.join(unknown)}",

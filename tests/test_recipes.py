@@ -290,7 +290,7 @@ def test_a_data_set_may_have_its_own_grader_and_extractor(base, tmp_path):
     rows = [data.Problem("?", (1,), "2", dataset="ifeval")]
     rollout.check_graders([rows], dataclasses.replace(cfg, extractor=("boxed",)))
     with pytest.raises(UserError, match="names no grader that can grade the rows of data set 'ifeval'"):
-        rollout.check_graders([rows], dataclasses.replace(cfg, reward=("math",)))
+        rollout.check_graders([rows], dataclasses.replace(cfg, extractor=("boxed",), reward=("math",)))
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -323,7 +323,9 @@ def test_a_grader_of_one_data_set_is_logged_over_its_own_samples(base, tmp_path,
     (dict(extractor=("boxed", "orz")), "two extractors for the same rows"),
     (dict(extractor=("boxed", "gsm8k=letter", "GSM8K=orz")), "two extractors for the same rows"),
     (dict(reward=("math", "gsm8k@r.py:f"), extractor=("orz", "AIME=letter")), ""),
-    (dict(extractor=PRESETS["rlvr-8b"].extractor), "")])
+    (dict(extractor=PRESETS["rlvr-8b"].extractor), ""),
+    (dict(extractor=("orz", "gsm8k=letter")), ""),
+    (dict(extractor=("orz", "gsm8k=letter", "math=boxed")), "without rows: math; needed: some of")])
 def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, words):
     cfg = dataclasses.replace(base, **change)
     sets = [[data.Problem("?", (1,), "2", dataset=name) for name in names]
@@ -331,6 +333,23 @@ def test_graders_and_extractors_are_for_data_sets_that_there_are(base, change, w
     with pytest.raises(UserError, match=words) if words else nullcontext():
         rollout.check_graders(sets, cfg)
         rollout.check_graders(sets[::-1], cfg)
+
+
+def test_a_typed_extractor_is_for_data_sets_that_there_are(base, tiny, tmp_path, monkeypatch):
+    """The preset rlvr-8b may name gsm8k without rows. An evaluation takes the extractors of a model's
+    training for other data sets, but not the user's."""
+    monkeypatch.chdir(tmp_path)
+    sets = [[data.Problem("?", (1,), "2", dataset="openai/gsm8k")]]
+    with pytest.raises(UserError, match="without rows: gsm8k; needed: some of .*: openai/gsm8k"):
+        rollout.check_graders(sets, dataclasses.replace(base, extractor=("boxed", "gsm8k=gsm8k")))
+    shutil.copytree(tiny, "m")
+    facts = {"template": "", "prompt": "", "temperature": 1, "extractor": ["boxed", "gsm8k=gsm8k"]}
+    Path("m/torz.json").write_text(json.dumps(facts))
+    Path("a.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "dataset": "openai/gsm8k"}')
+    argv = ["m", "a.jsonl", *EVAL]
+    assert run_ranks(1, outcome, [*argv, "--out", "o"]) == [""]
+    said, = run_ranks(1, outcome, [*argv, "--extractor", *facts["extractor"], "--out", "p"])
+    assert "names data sets without rows: gsm8k; needed: some of the rows' data sets: openai/gsm8k" in said
 
 
 def test_an_edited_reward_file_ends_a_resumed_run(base, tmp_path, monkeypatch):

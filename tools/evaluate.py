@@ -402,8 +402,6 @@ def load_candidate(cfg: Config, say: Say, keep_fields: bool) -> Candidate:
     if env and not cfg.env:
         say(f"{cfg.model} was trained with --env {env}, and is evaluated without --env")
     sets = load_sets(cfg, tokenizer, say, keep_fields)
-    # A model may have been trained with extractors for data sets that are not here.
-    check_graders(sets.values(), replace(cfg, extractor=()))
     check_tokens(sets.values(), load_config(path))
     return Candidate(cfg, path, tokenizer, sets, model_facts(path, tokenizer))
 
@@ -540,6 +538,9 @@ def main(argv: Sequence[str]) -> None:
     with make_grader(cfg, say) as grader:
         keep_fields = grader.reads_rows  # whether a reward function has the parameter `row`
         candidates = [load_candidate(cfg, say_once, keep_fields) for cfg in cfgs]
+        # A model may have been trained with extractors for data sets that are not here.
+        asked = cfg if "extractor" in given_flags(argv) else replace(cfg, extractor=())
+        check_graders(candidates[0].sets.values(), asked)
         for c in candidates:
             inputs = replace(c.cfg, model=c.path), [], c.sets, c.tokenizer, grader
             read, noted = dist.together(facts_of, *inputs)
