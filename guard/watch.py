@@ -32,25 +32,26 @@ def watch(limit: float) -> None:
     The threads of all ranks tell each other of progress and signals. So a rank may wait for other ranks as
     long as one of them makes progress, and a signal to one rank stops all."""
     # CURRENT: phase, progress and time limits of this process (dist.Phase)
-    if CURRENT.limit:  # an earlier run in this process started the thread
-        return
+    started = CURRENT.limit > 0  # by an earlier run in this process
     CURRENT.limit = limit
+    if started:
+        return
     # A connection of its own, because other threads may wait in the store.
     store = td.distributed_c10d._get_default_store().clone()
     # No daemon: if Python ended while a thread is inside the store's C++ code, the process would crash.
-    threading.Thread(target=look, args=[store, limit], name="watch").start()
+    threading.Thread(target=look, args=[store], name="watch").start()
 
 
-def look(store: td.Store, limit: float) -> None:
+def look(store: td.Store) -> None:
     """The thread of `watch`. store: shared by all ranks"""
     # A step is a call of dist.progress.
     told = 0  # steps of this rank that are already added to `store`
     heard = 0  # steps of all ranks, as last read from `store`
     moved = time.perf_counter()  # when `heard` last changed
-    while time.perf_counter() - moved < limit:
+    while time.perf_counter() - moved < CURRENT.limit:
         # Each turn of the loop restarts this timer. While C code holds the GIL, or if the store's machine is
         # lost, this thread hangs. Then the timer ends the process.
-        faulthandler.dump_traceback_later(1.2 * limit + 30, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(1.2 * CURRENT.limit + 30, exit=True, file=sys.__stderr__)
         time.sleep(0.5)
         if not threading.main_thread().is_alive():
             return
@@ -69,10 +70,10 @@ def look(store: td.Store, limit: float) -> None:
         end_after_grace()
     with contextlib.suppress(OSError):  # the terminal was closed
         print_stacks(
-            f"stalled: no rank made progress for {limit:.0f} s (--stall_limit); this one was in "
+            f"stalled: no rank made progress for {CURRENT.limit:.0f} s (--stall_limit); this one was in "
             f"phase {CURRENT.name}; the stacks of this process on {os.uname().nodename}:"
         )
-    time.sleep(min(15.0, 0.3 * limit))  # the other ranks need time to print their stacks
+    time.sleep(min(15.0, 0.3 * CURRENT.limit))  # the other ranks need time to print their stacks
     os._exit(1)
 
 
