@@ -168,8 +168,12 @@ def _same_reading(answer, gold, prove):
         if _same(tree, theirs, prove):
             return True
     # If the answer is x=\frac\pi4+k\pi, k\in\mathbb{Z}, many gold answers do not say that k is an integer.
-    is_family = domains | needed == {"Z"} and re.search(r"\\pi|tuple", as_text(theirs))
-    if is_family or "tuple(mod" in as_text(ours) + as_text(theirs):
+    text = as_text(theirs)
+    # 0 \pmod3 is 3k, k\in\mathbb{Z} and n=3k. But `even or odd` is not n+1 or the choice B.
+    if needed == {"Z"} or theirs[0] == "named":
+        text += as_text(ours)
+    is_family = domains | needed == {"Z"} and re.search(r"\\pi|tuple", text)
+    if is_family or "tuple(mod" in text:
         return prove(ours, theirs, is_family=True)
     return False
 

@@ -481,6 +481,9 @@ x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~ x=\frac{\pi}{6}+2n\pi or x=\frac{5\
 x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\frac{\pi}{6}+2n\pi, n\in\mathbb{Z}
 x=(-1)^k\frac{\pi}{6}+k\pi, k\in\mathbb{Z} ~~ x=\arcsin\frac12+2n\pi, x=\frac{5\pi}{6}+2n\pi, n\in\mathbb{Z}
 2023\pi+5k\pi, k\in\mathbb{Z} ~ 2023\pi+5n\pi, n\in\mathbb{Z} ~~ 2024\pi+5k\pi, k\in\mathbb{Z}
+n=3k+1 ~ n\equiv1\pmod3 ~~ n\equiv2\pmod3 ~ even or odd
+n+1 ~~ even or odd ~ 0\pmod1 ~ n\equiv0,1\pmod2 ~ k, even
+B ~~ even or odd ~ 0\pmod1 ~ n\equiv0,1\pmod2 ~ k, even
 k\pi,\ k\in\mathbb{Z} ~ n\pi, n\in\mathbb{Z} ~~ -\pi,0,\pi ~ 2k\pi,\ k\in\mathbb{Z} ~ k^3\pi,\ k\in\mathbb{Z}
 x=\frac{\pi}{4}+\pi n ~ x=\frac{5\pi}{4}+\pi k,\ k\in\mathbb{Z} ~~ x=\frac{5\pi}{4}+2\pi k,\ k\in\mathbb{Z}
 x\equiv 3\pmod 7 ~ x\equiv -4\pmod{7} ~ x=7k+3, k\in\mathbb{Z} ~ x=7k-4 ~ x=3+7k ~~ x\equiv 4\pmod 7
