@@ -265,7 +265,7 @@ class Logger(contextlib.AbstractContextManager):
                 line += "  " + text.format(row[name])
         self.say(line)
         for name in row:
-            if re.fullmatch("eval/.+@.+", name):  # such as eval/aime2024/pass@8
+            if re.fullmatch("eval/.+/.+@.+", name):  # such as eval/aime2024/pass@8
                 self.say(f"  {name} {row[name]:.3f}")
         if "reward" in row:
             self.history.append(row)

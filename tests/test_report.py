@@ -146,6 +146,14 @@ def test_the_story_shows_three_problems_of_which_each_has_many_responses(tmp_pat
     assert shown == ["0 4", "12 4", "0 3", "12 3", "0 2", "12 2"]
 
 
+def test_the_length_of_responses_is_no_accuracy(tmp_path, capsys):
+    """Also if the name of the held-out set has an @."""
+    metrics = {"eval/a@b/avg@2": 0.5, "eval/a@b/response_len": 17.5}
+    written(tmp_path, [{"step": 0, "reward": 0.5, **metrics}])
+    for text in (capsys.readouterr().out, story(tmp_path)):
+        assert re.search(r"a@b/avg@2 +0.500", text) and "response_len" not in text
+
+
 def test_several_runs_have_their_facts_and_a_row_for_each_recipe(tmp_path, capsys):
     changes = dict(policy_lr=1e-4, algo="grpo", eval_data=("a.jsonl", "b.jsonl"))
     runs = [tmp_path / name for name in ("a" * 60, "b", "c")]
@@ -326,5 +334,7 @@ def test_a_table_has_intervals_and_paired_differences(tmp_path, monkeypatch, cap
     finished = runs[:1] + runs[2:]
     assert report.table(runs, "eval/e/avg@2") == report.table(finished, "eval/e/avg@2")
     assert f"{runs[1]} has no eval/e/avg@2 at step 2, so the table leaves it out" in capsys.readouterr().out
+    table = report.table([runs[1], runs[0]], "eval/e/avg@2")  # one recipe, and its first run is left out
+    assert table[1][:3] == [f"{runs[1]} {runs[0]}", "1", f"{scores[0][0]:.4f}"]
     twins = [run_of(tmp_path / str(value), 0, [{"step": 0, "reward": value}]) for value in (0.2, 0.8)]
     assert report.table(twins, "reward")[1][1:3] == ["2", "0.5000"]  # two runs with one seed

@@ -211,7 +211,7 @@ def facts(run: Path) -> dict[str, str]:
         "steps": f"{len(seconds)} of {steps} in {sum(seconds) / 60:.1f} minutes",
         "alarms": str(len(alarms)),
     }
-    for name in _names(rows, "reward|eval/.+@.+"):
+    for name in _names(rows, "reward|eval/.+/.+@.+"):
         curve = _curve(rows, name)
         values = [*curve.values()]
         best = max(curve, key=curve.get)  # step of the largest value
@@ -277,7 +277,7 @@ def table(runs: Sequence[Path], metric: str) -> list[list[str]]:
         for name in sorted(own):
             if any(other.get(name) != own[name] for other in flags):
                 words.append(f"{name} {own[name]}")
-        row = [" ".join(words) or str(group[0]), str(len(scores))]
+        row = [" ".join(words or map(str, group)), str(len(scores))]
         for numbers in ([*scores.values()], gaps):
             if numbers:
                 row.append(f"{np.mean(numbers):.4f}")
