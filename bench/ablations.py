@@ -681,20 +681,20 @@ COMMANDS = {"grpo": "tiny-grpo", "grpo-4": "tiny-grpo --policy_updates 4", "ppo"
 
 # Flags that are not varied, because the runs set them themselves or their files are not in a run's key
 OURS = ("seed model data eval_data eval_samples eval_every steps epochs total_episodes out resume start_from "
-        "ranks layout tp reward env").split()
+        "ranks layout tp reward env template critic_model ref_model").split()
 
 
 def varied_flag(flag: str, values: str) -> dict[str, Variant]:
     """Returns a variant for each value of a flag: the first recipe of REFERENCES in which the flag has an
     effect, with this value. Raises UserError for a wrong flag or value."""
     texts, errors = values.split(","), []
-    require(len(texts) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
+    require(len(set(texts)) > 1, f"--vary {flag}={values}", "two or more values: FLAG=VALUE,VALUE")
     require(flag not in OURS, f"--vary {flag}, which these runs do not vary", f"none of {', '.join(OURS)}")
     for reference, command in COMMANDS.items():
         if flag == "ratio" and reference == "grpo":
             continue  # with one update a step, all ratios are 1
         try:
-            cfgs = {text: parse([*command.split(), *words_of(flag, text)], "bench.ablations")
+            cfgs = {text: parse([*command.split(), *words_of(flag, text)], "train.py")
                     for text in texts}
         except UserError as e:
             errors.append(e)

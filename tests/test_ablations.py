@@ -287,6 +287,8 @@ def test_a_flag_is_varied_in_a_recipe_where_it_has_an_effect():
     switch = ablations.varied("drop_uniform=True,False")
     assert [v.flags["drop_uniform"] for v in switch.values()] == [True, False]
     for spec, words in (("clip_high=0.2", "needed: two or more"), ("clip_hi=1,2", "did you mean --clip_high"),
+                        ("clip_high=0.2,0.2", "needed: two or more"), ("clipping=1,2", "train.py --help"),
+                        ("template=a.txt,b.txt", "do not vary"), ("ref_model=a,b", "do not vary"),
                         ("advantage=a,b", "invalid choice"), ("seed=1,2", "do not vary"),
                         ("eval_samples=1,2", "do not vary")):
         with pytest.raises(UserError, match=words):
