@@ -113,7 +113,7 @@ def selfcheck(
         limits = dict.fromkeys(requests, CHECK_TOKENS)
         seed = cfg.seed, CHECK  # CHECK: a number that no other seed has
         with engine.awake(((name, x * scale) for name, x in weights()), version=-1):
-            samples = [*engine.generate(requests, limits, cfg.temperature, seed, version=-1)]
+            samples = [*engine.generate(requests, limits, cfg.temperature, seed, -1)]
         logp = trainer_logp(samples, cfg.temperature).float().cpu().numpy()
         gaps = np.abs(logp - np.concatenate([s.logp for s in samples]))
         gap = float(gaps.mean())
