@@ -45,7 +45,8 @@ from grading.extract import extract
 from guard.files import exists
 from guard.messages import UserError, explained, require
 
-# Fields of the problem and of the gold answer. The first field that is not null is used.
+# Fields of the problem and of the gold answer. The first field that is not null is used. `solution`, a text
+# with the answer in a box, must be the last of ANSWER.
 PROBLEM = ("prompt", "problem", "question", "messages")
 ANSWER = ("final_answer", "answer", "ground_truth", "reward_model", "solution")
 ROLES = ("system", "user", "assistant")
