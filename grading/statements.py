@@ -46,7 +46,7 @@ def _vulgar(match):
 
 # Patterns of an answer's text, and what replaces them
 ABBREVIATIONS = {
-    r"\b([ap])\. ?m\b\.?": r"\1m",  # 5 p.m.
+    r"(?i)\b([ap])\. ?m\b\.?": r"\1m",  # 5 p.m.
     r"\bsq\.": "sq",  # 5 sq. ft
     r"\bper cent\b": "percent",  # 5 per cent
     r"\bas well as\b": "and",  # 2 as well as 3

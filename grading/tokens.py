@@ -123,11 +123,11 @@ PATTERNS = {
     ),
     # \begin{cases}, \end{array}
     "environment": r"\\(?P<edge>begin|end)\s*\{(?P<name>\w+)\*?\}(?:\{[lcr|]*\}|\[\w\])?",
-    "degree": r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-z]))",  # ^\circ, ^{\circ}
+    "degree": r"\^\s*(?:\{\s*(?:\\circ|o)\s*\}|(?:\\circ|o)(?![a-z]))",  # ^\circ, ^{\circ}, ^o
     "prime": r"\^\s*(?:\{\s*(?:\\prime\s*|')+\}|\\prime)|'",  # ', ^\prime
     "index": r"_\s*(?:\{(?:[^{}]|\{[^{}]*\})*\}|\w|\\\w+(?:\s*\{\w+\})?)",  # _1, _{k=1}
     # 3/4, but not of x^3/4 or 3/4x
-    "fraction": r"(?<![\w.^_)}/√])\d{1,40}/\d{1,40}(?![\w/^!(\\{]|\.\d)",
+    "fraction": r"(?<![\w.^_)}/√])\d{1,40}/\d{1,40}(?![\w/^!({]|\\(?!%)|\.\d)",
     # 1.5, .5, 3rd
     "number": (
         r"(?=\d|(?<![A-Z])\.\d|\.\\[obd])"

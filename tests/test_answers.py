@@ -100,7 +100,7 @@ REWRITES = lines(r"""
 12 ~ 12. ~ 012 ~ +12 ~ 12.0 ~~ 1 2 ~ 12_5 ~ 1,2 ~ \ne 12 ~ < 12 ~ x>12 ~ 12x ~ 12! ~ 12.5 ~ -12 ~ 11+1 ~ 7 {5}
 12 ~~ \sqrt{144} ~ \binom{12}{1} ~ \boxed{1}\boxed{2} ~ 7\boxed{5} ~ 7{5} ~ 12+1i ~ 12+0.5i
 (-1,6) ~ (-1,6).
-120^\circ ~ 120^\circ. ~ \boldsymbol{120°} ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
+120^\circ ~ 120^\circ. ~ 120^o ~ 120^{o} ~ \boldsymbol{120°} ~ 120 ~ 120\text{ degrees} ~ 120° ~ 120^{\circ}
 10\text{ meters} ~ 10\,\text{m} ~ 10 meters ~ 10 ~ x=10\text{ meters}
 10080 ~ 10\,080 ~ 10{,}080 ~ 10,\!080 ~ 10,\! 080 ~ 10,080
 (2,\infty) ~ x>2 ~ 2<x ~ x\in(2,\infty) ~ \{x \mid x > 2\} ~ (2,+\infty) ~~ [2,\infty) ~ x\ge2 ~ x<2 ~ x=2 ~ 2
@@ -146,8 +146,9 @@ ABC ~ \text{ABC} ~~ CBA ~ AB
 \text{(C)} ~ C ~ (C) ~ C.
 \text{Evelyn} ~ evelyn ~ Evelyn. ~~ Evelin ~ not Evelyn ~ Evelyn and Bob
 5\% ~ 0.05 ~ 5 percent ~ \frac{1}{20} ~~ 5 ~ 0.5
+0.5\% ~ 1/2\% ~ 1/2% ~ \frac12\% ~~ 1/2 ~ 50 ~ \frac{1}{2\%}
 3:4 ~ 3 : 4 ~ \frac34 ~ 3 to 4 ~~ 4:3 ~ 3,4
-2:30\text{ p.m.} ~ 2:30 PM ~ 2:30 ~~ 2:30 AM
+2:30\text{ p.m.} ~ 2:30 PM ~ 2:30\text{ P.M.} ~ 2:30 ~~ 2:30 AM
 1\pm\sqrt2 ~ 1+\sqrt2, 1-\sqrt2 ~ \{1\pm\sqrt2\} ~~ 1+\sqrt2
 \{1\pm\sqrt5,-2\} ~ -2,1\pm\sqrt5 ~ \{1+\sqrt5,-2,1-\sqrt5\} ~~ \{1\pm\sqrt5,2\}
 \text{(C)} ~ (C) 15 ~ \textbf{(C)}\ 15 ~ \text{C. 15} ~ C. x^2+1 ~~ (B) 15 ~ \text{(C)}+1 ~ (C), 3 ~ (C) or 3
