@@ -450,6 +450,7 @@ x ~~ \sqrt{x^2} ~ |x|
 n\ge3 ~ \text{all }n\ge3 ~ \text{all positive integers }n\ge3 ~~ \text{all odd }n\ge3 ~ \text{not all }n\ge3
 ①③ ~ (1)(3) ~ (3)(1) ~ (1),(3) ~~ (1)(2) ~ 3 ~ 13 ~ (1)(2)(3)
 \text{converges} ~ \text{The series converges} ~ \text{It is convergent}
+①②③ ~ (1)(2)(3) ~ (1), (2), (3) ~ (1),(3),(2) ~~ (1)(2) ~ (1),(2) ~ 123
 \text{converges} ~~ The series diverges ~ It is not convergent
 \text{Bob} ~ \text{Bob is the winner} ~~ \text{the loser is Bob} ~ the opposite is Bob
 (4+7k,1-3k),k\in\mathbb{Z} ~ x=11+7t, y=-2-3t, t\in\mathbb{Z}
