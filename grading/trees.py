@@ -26,9 +26,9 @@ from itertools import permutations
 from grading.tokens import NO_UNIT, Unreadable, any_of, table, tokens_of, unit_of
 
 BASES = table(
-    "one 1 two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 "
+    "zero 0 one 1 two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 "
     "twelve 12 thirteen 13 fourteen 14 fifteen 15 sixteen 16 seventeen 17 "
-    "eighteen 18 nineteen 19"
+    "eighteen 18 nineteen 19 twenty 20 thirty 30 forty 40 fifty 50"
 )
 
 
@@ -822,12 +822,15 @@ SAME_WORDS = table(
     "diverges divergent converges convergent possible yes impossible no",
 )
 # Words -> how to write them
-SUBJECT = any_of("it this that statement series integral function triangle slope limit abc [a-z]")
+SUBJECT = any_of(
+    "it this that statement series integral function triangle slope limit graph curve winner "
+    "day abc [a-z]"
+)
 SPOKEN = {
     r"\b(an?|the(re (is|are|exists?))?) (?=\S\S)": "",  # an ellipse
     r"^(equation|system) has (?=no )": "",
     r"^player who moves (first|second)": r"\1 player",
-    r" ((can|will) )?(always )?(wins?( game)?|force win|is winner)$": "",  # Bob wins
+    r" ((can|will) )?(always )?(wins?( game)?|(force|guarantee) win|is winner)$": "",  # Bob wins
     r" has winning strategy$": "",
     rf"^{SUBJECT} ((is|was) )?(?=\w+$)": "",  # the series diverges
     r"^(it )?(is )?(not possible|can ?not be done)$": "impossible",

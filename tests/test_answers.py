@@ -287,6 +287,7 @@ x^{2/3} ~ \sqrt[3]{x^2} ~~ \sqrt{x^3} ~ x^{3/2}
 5 ~ 5\text{ atm} ~ 5\,\mathrm{eV} ~ 5.0\text{ kJ/mol} ~~ 5\text{k} ~ 5\text{ MeV} ~ \text{5 docenas}
 P'(-3,4) ~ (-3,4) ~ P'(-3, 4) ~~ (3,4)
 1 ~ one ~~ no one ~ one third
+20 ~ twenty ~~ 20 twenty ~ twenty percent
 \lg 5 ~ \log_{10}5 ~~ \lg 2 ~ \lg 50
 p=5,q=2 ~ (5,2) ~ q=2, p=5 ~~ (2,5) ~ p=2,q=5
 v_1=10,v_2=20 ~ v_2=20,v_1=10 ~~ v_1=20,v_2=10 ~ 10
@@ -452,7 +453,8 @@ n\ge3 ~ \text{all }n\ge3 ~ \text{all positive integers }n\ge3 ~~ \text{all odd }
 \text{converges} ~ \text{The series converges} ~ \text{It is convergent}
 ①②③ ~ (1)(2)(3) ~ (1), (2), (3) ~ (1),(3),(2) ~~ (1)(2) ~ (1),(2) ~ 123
 \text{converges} ~~ The series diverges ~ It is not convergent
-\text{Bob} ~ \text{Bob is the winner} ~~ \text{the loser is Bob} ~ the opposite is Bob
+\text{Bob} ~ \text{Bob is the winner} ~ The winner is Bob ~ Bob can guarantee a win ~~ The winner is not Bob
+\text{Bob} ~~ \text{the loser is Bob} ~ the opposite is Bob
 (4+7k,1-3k),k\in\mathbb{Z} ~ x=11+7t, y=-2-3t, t\in\mathbb{Z}
 (4+7k,1-3k),k\in\mathbb{Z} ~~ (4+7k,1+3k),k\in\mathbb{Z} ~ (4+7k,1-3k),k\in\mathbb{N}
 f(x)=0,f(x)=x ~ f\equiv0 \text{ or } f(x)=x ~~ f\equiv1 \text{ or } f(x)=x ~ f\equiv0 ~ f(0)=0,f(x)=x
