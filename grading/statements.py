@@ -58,7 +58,7 @@ NAME = any_of(r"[a-zA-CK] \\alpha \\beta \\lambda \\mu \\theta")  # of a paramet
 # Patterns of tokens, and what replaces them
 MONEY = any_of("dollars? usd euros? pounds? cents? yuan rs")
 EVERY = any_of("all any every")
-ALL_REALS = rf'"(?i:{EVERY})~(?i:the~)?real(?:s|~numbers?)'
+ALL_REALS = rf'"(?i:{EVERY})~(?i:the~)?real(?:(?:s|~numbers?)(?: [a-z]$)?| [a-z]$)'
 EXCEPT = any_of("except other~than excluding")
 UNSURE = any_of("but only if no yes unless sometimes or")
 TIDY = {
@@ -88,6 +88,9 @@ TIDY = {
     rf"{ALL_REALS}~{EXCEPT}(?:~for)? (.*)$": r"\\mathbbR \\setminus \\{ \1 \\}",  # all reals except 0
     rf"{ALL_REALS}(?= |$)": r"\\mathbbR",  # all real numbers
     r'^"(?:all~)?permutations~of (.*)$': r'\1 , "permutations',  # permutations of (1,2,3)
+    # \mathbb{R}^+, all positive reals
+    r"^\\mathbbR (\^ (\{ )?\+( \})?|_>0)$": r"( 0 , \\infty )",
+    r'^"(?i:all~)?positive~real(s|~numbers?)$': r"( 0 , \\infty )",
     # names and functions
     r"^(?=.*\b[tux]\b)(?!.* c )(.*) \+ [cK]$": r"\1 + C",  # x^2+c
     r"(?<=P \( )(\S+) \| (?=\S+ \))": r"\1 , ",  # P(A|B)

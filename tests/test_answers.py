@@ -341,7 +341,8 @@ x^2+y^2=25 ~ y^2+x^2=25 ~ x^2+y^2-25=0 ~~ 25 ~ x^2+y^2=5 ~ x=25
 -i ~ 0-i ~~ 0+i
 8\% ~ 8 percents ~~ 8
 300 ~ 300 yuan ~ 310^\circ-10^\circ=300^\circ ~~ 310^\circ-9^\circ=300^\circ ~ 300\text{ million yuan}
-(-\infty,\infty) ~ \text{All real numbers} ~ \mathbb R ~~ \text{All positive numbers}
+(-\infty,\infty) ~ \text{All real numbers} ~ all real x ~ \mathbb R ~~ \text{All positive numbers}
+x>0 ~ all positive real numbers ~ \mathbb{R}^+ ~ \mathbb{R}_{>0} ~~ \mathbb{R} ~ x\ge0 ~ \mathbb{R}^2
 x_1=x_2=2,x_3=3 ~ 2,2,3 ~~ (2,3,3) ~ 2,3,3 ~ 3
 \pi(R^2-r^2) ~ \pi(R-r)(R+r) ~~ 0 ~ 2R-2r ~ \pi(r^2-R^2)
 \frac{R}{r} ~ R/r ~~ 1 ~ \frac rR ~ \frac RR
