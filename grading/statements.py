@@ -92,6 +92,7 @@ TIDY = {
     r"^\\mathbbR (\^ (\{ )?\+( \})?|_>0)$": r"( 0 , \\infty )",
     r'^"(?i:all~)?positive~real(s|~numbers?)$': r"( 0 , \\infty )",
     # names and functions
+    r"^(?:\\frac \{ )?d ([a-z]) (?:\} \{|/) d [a-z] (?:\} )?(?==)": r"\1 ' ",  # dy/dx=2x
     r"^(?=.*\b[tux]\b)(?!.* c )(.*) \+ [cK]$": r"\1 + C",  # x^2+c
     r"(?<=P \( )(\S+) \| (?=\S+ \))": r"\1 , ",  # P(A|B)
     r'["\\]m(ax|in) \\\{ (.*?) \\\}': r"\\m\1 ( \2 )",  # \max\{1,2\}

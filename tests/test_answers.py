@@ -450,9 +450,9 @@ x ~~ \sqrt{x^2} ~ |x|
 (2,0,-5) ~ 2\mathbf{i}-5\mathbf{k} ~ -5\hat k+2\hat i ~~ 2\mathbf{i}-5\mathbf{j} ~ 2i+5k ~ 2-5k
 3 ~ 3\pmod7 ~ x\equiv3\pmod{7} ~~ 10\pmod7 ~ 3\pmod2 ~ x\equiv4\pmod7
 n\ge3 ~ \text{all }n\ge3 ~ \text{all positive integers }n\ge3 ~~ \text{all odd }n\ge3 ~ \text{not all }n\ge3
+①②③ ~ (1)(2)(3) ~ (1), (2), (3) ~ (1),(3),(2) ~~ (1)(2) ~ (1),(2) ~ 123
 ①③ ~ (1)(3) ~ (3)(1) ~ (1),(3) ~~ (1)(2) ~ 3 ~ 13 ~ (1)(2)(3)
 \text{converges} ~ \text{The series converges} ~ \text{It is convergent}
-①②③ ~ (1)(2)(3) ~ (1), (2), (3) ~ (1),(3),(2) ~~ (1)(2) ~ (1),(2) ~ 123
 \text{converges} ~~ The series diverges ~ It is not convergent
 \text{Bob} ~ \text{Bob is the winner} ~ The winner is Bob ~ Bob can guarantee a win ~~ The winner is not Bob
 \text{Bob} ~~ \text{the loser is Bob} ~ the opposite is Bob
@@ -632,6 +632,7 @@ x^2-1 ~ x^2-1,\text{ where }k\text{ is an integer}, k\in\mathbb{Z} ~~ x^2-1;cm ~
 3rd ~ 3^{\text{rd}} ~ 3\text{rd} ~~ 4th
 Alice: 3, Bob: 5 ~ \text{Bob: 5, Alice: 3} ~~ Alice: 5, Bob: 3
 5\text{ remainder }3 ~ 5 R 3 ~~ 5 ~ 3 R 5
+y'=2x ~ \frac{dy}{dx}=2x ~ dy/dx=2x ~ 2x ~~ \frac{dx}{dy}=2x ~ y=2x ~ \frac{dy}{dx}=x
 2 hours 30 minutes ~ 2\text{ h }30\text{ min} ~~ 2\text{ h }20\text{ min} ~ 2
 15\text{ €} ~ 15 ~ €15 ~~ 15\text{ cents}
 \text{Rs. }500 ~ 500 ~ ₹500
