@@ -590,9 +590,11 @@ def repeats(answer: str, gold: str, problem: str) -> bool:
 
 
 def _last(node):
-    """Returns the value of x=3+4=7, which is 7."""
+    """Returns the value of x=3+4=7, 7 cm and 7/1, which is 7."""
     match node:
-        case ("named", _, value) | ("chain", value, *_):
+        case ("named", _, value) | ("relation", "=", _, value) | ("/", value, ("number", 1, _)):
+            return _last(value)
+        case (("chain" | "quantity"), value, *_):
             return _last(value)
     return node
 

@@ -821,6 +821,8 @@ def test_each_sentence_about_equality_has_two_right_and_two_wrong_answers(senten
 def test_a_formula_of_the_problem_is_no_answer():
     for (problem, gold, *own), copied in lines(r"""
 $\sqrt{242}$ ~ 11\sqrt2 ~ \sqrt{242}=11\sqrt2 ~~ x=(\sqrt{242})\approx15.6 ~ \{\sqrt{242}\}
+$\sqrt{242}$ ~ 11\sqrt2 ~ 11\sqrt2\text{ units} ~~ \sqrt{242}\text{ units} ~ \frac{\sqrt{242}}1
+Factor $x^2-9$ ~ (x-3)(x+3) ~ x^2-9=(x+3)(x-3) ~~ x^2-9=x^2-9 ~ x^2-9\text{ units} ~ (x-3)(x+3)=x^2-9
 Write $y=\frac92.$ ~ 4.5 ~ 4.50 ~~ \frac{9}2
 Factor \begin{align*}x^2+2x\end{align*} ~ x(x+2) ~ (x+2)x ~~ 2x+x^2 ~ 1\cdot(x^2+2x)^1
 Is $y=x^2+2x$ true? ~ y=x^2 + 2x ~ x^2+2x ~ x(x+2)
