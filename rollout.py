@@ -514,8 +514,8 @@ def accuracy(group: Sequence[Sample], n: int) -> dict[str, float]:
     truncated     fraction cut at the length limit"""
     right = sum(s.right for s in group)
     metrics = {f"avg@{n}": sum(s.reward for s in group) / n}
-    powers = {2**i for i in range(1, n.bit_length())}
-    for k in sorted(powers | ({n} - {1})):  # pass@1 is left out
+    powers = (2**i for i in range(1, n.bit_length()))
+    for k in sorted({n, *powers} - {1}):  # pass@1 is left out
         metrics[f"pass@{k}"] = pass_at(k, n, right)
     if n > 2:
         metrics[f"maj@{n}"] = majority(group)
