@@ -146,6 +146,15 @@ def test_the_story_shows_three_problems_of_which_each_has_many_responses(tmp_pat
     assert shown == ["0 4", "12 4", "0 3", "12 3", "0 2", "12 2"]
 
 
+def test_the_default_metric_is_that_of_the_last_evaluation(tmp_path):
+    """A run was continued with another --eval_samples, so its row of step 0 has another metric."""
+    rows = [{"step": 0, "reward": 0.5, "eval/e/avg@4": 0.5}, {"step": 2, "reward": 0.8, "eval/e/avg@2": 0.9},
+            {"step": 3, "reward": 0.9}]
+    report_on(tuple(run_of(tmp_path / str(seed), seed, rows) for seed in range(2)), tmp_path / "t.csv")
+    head, row = csv.reader((tmp_path / "t.csv").read_text().splitlines())
+    assert (head[2], row[1:3]) == ("eval/e/avg@2", ["2", "0.9000"])
+
+
 def test_the_length_of_responses_is_no_accuracy(tmp_path, capsys):
     """Also if the name of the held-out set has an @."""
     metrics = {"eval/a@b/avg@2": 0.5, "eval/a@b/response_len": 17.5}

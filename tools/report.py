@@ -167,8 +167,8 @@ def _draw(axis, lines, scale):
     lines: label -> steps and values (see `_values`) of the runs whose mean the line shows"""
     dashes = cycle([".-", ".--", ".:"])
     for label, (steps, values) in lines.items():
-        mean = values.mean(0)  # NaN, so no line, where a run has no value
-        (line,) = axis.plot(steps, mean, next(dashes), label=label)
+        # The mean is NaN, so there is no line, where a run has no value.
+        (line,) = axis.plot(steps, values.mean(0), next(dashes), label=label)
         axis.fill_between(
             steps,
             np.fmin.reduce(values),  # ignores NaN
@@ -343,9 +343,8 @@ def story(run: Path) -> str:
         both = [problem for problem in first if problem in last]
         for problem in both[:3]:
             base = first[problem]
-            trained = last[problem]
-            lines.append(f"\n{shorten(base['problem'])}  (answer {base.get('gold')})")
-            for file, row in (files[0], base), (files[-1], trained):
+            lines.append(f"\n{shorten(problem)}  (answer {base.get('gold')})")
+            for file, row in (files[0], base), (files[-1], last[problem]):
                 lines.append(f"  {file.stem} {_mark(row)} {shorten(row['response'])}")
     for alarm in read_jsonl(run / "alarms.jsonl", ALARM)[-5:]:
         lines.append(f"\n!! step {alarm['step']}: {alarm['text']}")
@@ -493,7 +492,8 @@ def report_on(
         runs: folders of runs (train.py's --out); if none is given, the current folder
         out: file for the picture of the runs, or .csv or .tex for their table; for several runs or with
             --metric, the default is compare.png
-        metric: metric of the table; the default is the first eval/…/avg@k, or else reward"""
+        metric: metric of the table; the default is the first eval/…/avg@k of the first run's last
+            evaluation, or else reward"""
     for run in runs:
         require(
             bool(read_metrics(run)),
@@ -509,7 +509,8 @@ def report_on(
         return
     to = out or Path("compare.png")
     if not metric:
-        accuracies = _names(read_metrics(runs[0]), r"eval/.+/avg@\d+")
+        # From the newest row: a run may be continued with other --eval_data or --eval_samples.
+        accuracies = _names(read_metrics(runs[0])[::-1], r"eval/.+/avg@\d+")
         metric = accuracies[0] if accuracies else "reward"
     rows = table(runs, metric)
     # ValueError: the suffix of --out is no type of picture
