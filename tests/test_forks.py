@@ -329,14 +329,22 @@ def test_a_subset_of_a_data_file(tmp_path, monkeypatch):
 def read_csv(folder: str, file: str) -> list:
     become(folder)
     from grading.rows import problem_rows
+    from guard.messages import UserError
 
-    return [(n, row.text, row.answer) for n, row in problem_rows(file, "math")]
+    try:
+        return [(n, row.text, row.answer) for n, row in problem_rows(file, "math")]
+    except UserError as e:
+        return [str(e)]
 
 
 def test_csv_files(tmp_path):
     (tmp_path / "a.csv").write_text('problem,answer\n"1, 2 and\n3?",6\n"say ""4""",4\n')
-    found = run_ranks(1, read_csv, fork(tmp_path, CSV), f"{tmp_path}/a.csv")[0]
+    folder = fork(tmp_path, CSV)
+    found = run_ranks(1, read_csv, folder, f"{tmp_path}/a.csv")[0]
     assert found == [(1, "1, 2 and\n3?", "6"), (2, 'say "4"', "4")]
+    (tmp_path / "a.csv").write_text("problem,answer\n1+1=,2\nWhat is 1,000+2?,1002\n")
+    (found,) = run_ranks(1, read_csv, folder, f"{tmp_path}/a.csv")[0]
+    assert re.search(r"a\.csv row 2 has the unknown reward \['1002'\]; needed: one of", found)
 
 
 def test_a_new_engine(base, tmp_path):
