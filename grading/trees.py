@@ -26,8 +26,8 @@ from itertools import permutations
 from grading.tokens import NO_UNIT, Unreadable, any_of, table, tokens_of, unit_of
 
 BASES = table(
-    "zero 0 one 1 two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 eleven 11 "
-    "twelve 12 thirteen 13 fourteen 14 fifteen 15 sixteen 16 seventeen 17 "
+    "zero 0 one 1 two 2 three 3 four 4 five 5 six 6 seven 7 eight 8 nine 9 ten 10 "
+    "eleven 11 twelve 12 thirteen 13 fourteen 14 fifteen 15 sixteen 16 seventeen 17 "
     "eighteen 18 nineteen 19 twenty 20 thirty 30 forty 40 fifty 50"
 )
 
@@ -758,14 +758,14 @@ def _flat(nodes):
                 steps = int((last - first) / step)
                 flat = [number_node(first + i * step) for i in range(steps + 1)]
         case [*tuples, ("words", text)] if (
-            {node[0] for node in tuples} == {"tuple"} and PERMUTED.fullmatch(text) and len(flat) < 9
+            tuples and PERMUTED.fullmatch(text) and len(flat) < 9
         ):  # (1,2,3) and its permutations
             flat = []
-            for _, form, *parts in tuples:
+            for kind, form, *parts in tuples:
                 orders = permutations(parts[:4])
                 if "cyclic" in text:
                     orders = [parts[i:] + parts[:i] for i in range(len(parts))]
-                flat += [("tuple", form, *order) for order in orders]
+                flat += [(kind, form, *order) for order in orders]
             return [*dict.fromkeys(flat)]
     return flat
 
@@ -823,8 +823,8 @@ SAME_WORDS = table(
 )
 # Words -> how to write them
 SUBJECT = any_of(
-    "it this that statement series integral function triangle slope limit graph curve winner "
-    "day abc [a-z]"
+    "it this that statement series integral function triangle slope limit "
+    "graph curve winner day abc [a-z]"
 )
 SPOKEN = {
     r"\b(an?|the(re (is|are|exists?))?) (?=\S\S)": "",  # an ellipse
