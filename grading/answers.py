@@ -72,7 +72,7 @@ What counts as equal:
 """
 
 import re
-from itertools import permutations, repeat
+from itertools import permutations, product, repeat
 
 from grading.statements import NAME, read
 from grading.tokens import MANY, PLURAL, any_of, unit_of
@@ -247,7 +247,7 @@ def _unordered(answer, gold, prove):
     if len(answer) != len(gold):
         if min(len(answer), len(gold)) != 1:
             return False
-        return all(_same(a, b, prove) for a in answer for b in gold)
+        return all(_same(a, b, prove) for a, b in product(answer, gold))
     left = list(answer)
     for b in gold:
         for a in left:

@@ -285,7 +285,8 @@ def _statement(tokens, choices=CHOICE):
     for pattern in choices:
         found = re.fullmatch(pattern, tokens)
         if found and not NO_CHOICE.search(tokens):
-            letter, rest = found[1], _stripped(found[2] or "")
+            letter = found[1]
+            rest = _stripped(found[2] or "")
             return ("choice", letter, _statement(rest, ())) if rest else ("name", letter)
     plus = tokens.replace(r"\pm ", "+ ").replace(r"\mp ", "- ")
     minus = tokens.replace(r"\pm ", "- ").replace(r"\mp ", "+ ")

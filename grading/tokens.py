@@ -13,13 +13,15 @@ def table(*rows):
 # Unicode characters, and what they become. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
 RUNS = {"[⁰¹²³⁴-⁹⁺⁻ⁿ]+": r"^{\g<0>}", "[₀-₉ₙ]+": r"_{\g<0>}"}  # x¹², a₁₂
-STYLED = {
+TEMPLATES = {  # {} is the sign in its plain form
     "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞": " {}",
     "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳": r"\textcircled{{{}}}",
     "ℝℤℕℚℂ": r"\mathbb{{{}}}",
     "“”\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\ufe0f\ufeff": "",  # invisible
 }
-STYLED = str.maketrans({sign: new.format(sign) for signs, new in STYLED.items() for sign in signs})
+STYLED = {}
+for _signs, _template in TEMPLATES.items():
+    STYLED |= {ord(sign): _template.format(sign) for sign in _signs}
 CHARACTERS = table(
     "− - – - ‐ - — - × * · * ⋅ * ÷ / ⁄ / ’ ' ′ ' ″ '' ⟨ ( ⟩ ) 、 , 。 .",
     r"∪ \cup ∩ \cap ∶ : ∠ \angle △ \triangle ⌊ \lfloor ⌋ \rfloor",

@@ -243,7 +243,8 @@ class _Parser:
         if name in SUMS:
             return self.sum(name, index, power)
         if power == number_node(-1) and name in TRIGONOMETRIC:
-            name, power = r"\arc" + name[1:], None
+            name = r"\arc" + name[1:]
+            power = None
         is_closed = self.token in ("(", "{")
         inside = self.operand() if is_closed else self.parse(8)
         arguments = _arguments(inside)

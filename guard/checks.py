@@ -321,7 +321,10 @@ def ungradable(
 
 def readers_of(texts: Iterable[str]) -> list[str]:
     """Returns the names of the extractors that find an answer in a response, for all responses."""
-    return [name for text in texts for name in readers(text) if name != "whole"]
+    found = []
+    for text in texts:
+        found += [name for name in readers(text) if name != "whole"]
+    return found
 
 
 def first_look(

@@ -1139,7 +1139,8 @@ def shortage(case: Case) -> str:
             f"phase {phase} needs {gib(usage['total'])} a rank ({items}), but a rank has "
             f"{gib(case.capacity)}"
         )
-    tokens, length = kv_tokens(case), case.cfg.engine_len
+    tokens = kv_tokens(case)
+    length = case.cfg.engine_len
     if case.gpu and tokens < length:
         return (
             f"the engine's {case.cfg.engine_share:.0%} of {gib(case.capacity)} holds "
