@@ -232,7 +232,7 @@ def _is_word(match, tokens, in_text):
         return True
     is_name = unit_of(run) or before == " " and MANY.fullmatch(run.lower())
     is_unit = is_name and _takes_unit(tokens)  # 5m, 5 kJ
-    if in_text and tokens[-1] == r"\pi":  # 3\pi\text{ m}
+    if (in_text or run[1:] == "m") and tokens[-1] == r"\pi":  # 3\pi\text{ m}, 3\pi cm
         is_unit = unit_of(run)
     if in_text is not False:
         return is_unit or len(run) > 1
