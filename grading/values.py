@@ -152,7 +152,7 @@ def _unknown(name, values):
     and for other arguments. f(1,2) and f(2,1) differ; \gcd(1,2) and \gcd(2,1), a command, are equal."""
     total = mpf(Random(f"{name}{len(values)}").random())
     for place, value in enumerate(values, 1):
-        total += place * mpmath.atan(value + place) if name.isalpha() else mpmath.atan(value)
+        total += place * mpmath.atan(value + place) if name[0].isalpha() else mpmath.atan(value)
     return mpmath.cos(total)
 
 

@@ -931,6 +931,7 @@ def test_the_trainer_spends_little_on_any_answer(unit):
 
 @pytest.mark.parametrize(("answer", "gold"), [
     ("f(2)", "g(1)"), ("f(1,2)", "f(3,1)"), ("f(1)+g(2)", "f(2)+g(1)"), ("f(0)", r"f(2\pi)"),
+    ("f_1(1,2)", "f_1(2,1)"),
     (r"x\gcd(3,5)", r"x\gcd(4,4)"), (r"x\det M", r"x\det N")])
 def test_unknown_functions_are_equal_only_with_equal_names_and_arguments(answer, gold):
     assert not grade(answer, gold) and grade(f"2({answer})", f"{answer}+{answer}")
