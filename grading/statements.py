@@ -116,8 +116,8 @@ TIDY = {
     r'(?i)^"(?:the~)?(?:(?:correct|final)~)*answer~is~(?!not?\b)': '"',  # the answer is yes
     r'^"(?i:either|both) (?=.*[,;])': "",  # either 5 or 7
     r'^"(?i:the~)?(?:set|line|curve|equation) (?=\\\{|.*=)': "",  # the line y=x
-    rf'^"(?i:(yes|да)) [,.] "(?!.*\b(?:{UNSURE}|not)\b).*$': r'"\1',  # Yes, it is
-    rf'^"(?i:(no|нет)) [,.] "(?!.*\b{UNSURE}\b).*$': r'"\1',  # No, it is not
+    rf'^"(?i:(yes|да)) [,.] "(?!.*(?i:\b{UNSURE}|\bnot|n\Wt|\bfalse)\b).*$': r'"\1',  # Yes, it is
+    rf'^"(?i:(no|нет)) [,.] "(?!.*\b(?i:{UNSURE})\b).*$': r'"\1',  # No, it is not
     r'\( "(?:double~root|repeated~root|min\w*|max\w*) \)$': "",  # 5 (double root)
     # 5 is the only solution
     r'(?<=\w) "is~the~(?:(?:only|min\w+|max\w+)~)?(?:answer|solution|value)s?$': "",

@@ -516,7 +516,8 @@ n\equiv 1,5\pmod 6 ~ n\equiv\pm1\pmod 6 ~ n=6k+1 \text{ or } n=6k+5 ~~ n\equiv 1
 \text{Bob} ~~ \text{Bob loses}
 \text{no such } n ~ \text{There is no such } n ~ \text{no solution} ~ \emptyset
 \text{no such } n ~ \text{No such integer exists} ~~ no ~ No idea ~ no more than 5 ~ \text{no maximum} ~ 0
-\text{Yes} ~ True ~ Yes, such a set exists ~ да ~~ No ~ yes, but only if n>1 ~ False ~ Yes, not always
+\text{Yes} ~ True ~ Yes, such a set exists ~ да ~~ No ~ yes, but only if n>1 ~ Yes, not always
+\text{Yes} ~~ False ~ Yes. No. ~ Yes, false ~ Yes, it isn't
 \infty ~ \text{infinitely many} ~ \text{infinitely many solutions} ~~ -\infty ~ \text{finitely many}
 x\ne2 ~ \text{all real numbers except } 2 ~ \mathbb{R}\setminus\{2\} ~~ \text{all real numbers}
 x\ne2 ~~ \text{all real numbers except } 3
