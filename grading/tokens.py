@@ -303,8 +303,8 @@ SHORT = "rs sq is on or if are was be it at by no of an to as".split()
 # A word looks like a unit if it is in ALIASES or matches MANY. So if the gold answer is 5, `5 cm` and
 # `5 pizzas` are right. After a number from -1 to 1, the noun may be singular: `1 pizza`.
 MANY = any_of(
-    "[a-z]{2,}s people children w?o?men sheep fish mice "
-    "kj kw kwh kpa khz ev nm mole? atm bar kelvin k?cal erg db ppm rpm au"
+    "[a-z]{2,}s people children w?o?men sheep fish mice left total altogether "
+    "remaining kj kw kwh kpa khz ev nm mole? atm bar kelvin k?cal erg db ppm rpm au"
 )
 MANY = re.compile(MANY)
 

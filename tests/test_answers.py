@@ -713,7 +713,7 @@ Units are :: 1\text{ m} ~ 1 meter ~ 1 metre ~~ 100\text{ cm} ~ 0.001 km ~ 100
 If only the gold :: 10 cm ~ 10 ~ 10.0 ~ x=10 ~~ 100 ~ 10 m ~ 0.1
 :: 3\pi\text{ cm} ~ 3\pi ~ 3\pi cm ~ 3π cm ~~ 3\pi cm^2 ~ 3\pi m ~ 3\pi mc
 :: 3\pi\text{ m} ~ 3\pi ~ 3\pi\text{ meters} ~~ 3 ~ 3\pi\text{ s}
-If only the answer :: 28 ~ 28 pizzas ~ 28元 ~ 28 people ~~ 28 halved ~ 28万 ~ 28 pizza ~ 28 dozen
+If only the answer :: 28 ~ 28 pizzas ~ 28元 ~ 28 people ~ 28 left ~~ 28 halved ~ 28万 ~ 28 pizza ~ 28 dozen
 After -1 to 1 :: 1 ~ 1 pizza ~ 1\text{ red ball} ~~ 1 halved ~ 1 nearly ~ 1 third
 If only one :: 15 ~ (B) 15 ~ \text{B. }15 ~~ (B) 16 ~ (B) 1 ~ B
 :: (B) 15 ~ 15 ~ 15.0 ~~ 16 ~ (C) 15 ~ C
