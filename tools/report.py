@@ -62,7 +62,7 @@ def _values(runs, name):
 
     runs: the rows of each run's metrics.jsonl"""
     curves = [_curve(rows, name) for rows in runs]
-    steps = sorted(set().union(*curves))
+    steps = sorted(set(chain(*curves)))
     values = []
     for curve in curves:
         values.append([curve.get(step, np.nan) for step in steps])
