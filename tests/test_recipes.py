@@ -661,6 +661,13 @@ def test_an_export_is_asked_as_it_was_trained(tmp_path, monkeypatch):
             eval_configs(argv)
 
 
+def test_exports_of_runs_whose_names_end_alike_have_rows_that_differ():
+    score = {"metrics": {"avg@4": {"value": 0.5, "stderr": 0.1}}}
+    names = [f"runs/lr1e-{i}-grpo-baseline" for i in (5, 6)]
+    results = [{"model": f"{name}/export/policy", "sets": {"a": score}} for name in names]
+    assert [row.split()[0] for row in evaluate.comparison_table(results)[1:]] == names
+
+
 def test_models_of_one_folder_name_have_names_that_differ(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"runs/a/export/policy": "runs--a--export--policy", "/else/export/policy": "else--export--policy",

@@ -348,7 +348,8 @@ def comparison_table(results: Sequence[Mapping[str, Any]]) -> list[str]:
                 gap = result["differences"][name]["metrics"][metric]
                 versus = f"{gap['value']:+.4f} ± {_decimals(gap['stderr'])}"
             value = f"{_decimals(score['value'])} ± {_decimals(score['stderr'])}"
-            model = result["model"][-26:]
+            # Exports differ in the part before.
+            model = result["model"].removesuffix("/export/policy")[-26:]
             of_set = f"{name}/{metric}"[-19:]
             lines.append(f"{model:26} {of_set:19} {value:>15} {versus:>16}".rstrip())
     return lines
