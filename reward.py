@@ -27,7 +27,7 @@ from configs import Config, nearest, run_command
 from grading.answers import KINDS
 from grading.extract import extract
 from grading.rows import dataset_of, gold_answer, read_rows
-from grading.worker import Grader, Reply  # noqa: F401  others import Reply, Reply  # noqa: F401  others import them, SPEC
+from grading.worker import SPEC, Grader, Reply  # noqa: F401  others import Reply
 from guard.files import checked, is_file
 from guard.messages import explained, require
 
