@@ -389,8 +389,10 @@ def publish(temp: Path, final: Path, facts: Facts, files: Mapping[str, str]) -> 
     mark = temp / "COMPLETE"
     state.write_text(json.dumps(facts))
     mark.write_text(json.dumps({**files, **_crc32s(state)}))
-    if final.is_dir() and not final.is_symlink() and not exists(final / "COMPLETE"):
-        _empty(final)  # `final` is an incomplete checkpoint, which a crash left
+    # A crash has left an incomplete checkpoint. If `final` is a link, `rename` below fails.
+    is_folder = final.is_dir() and not final.is_symlink()
+    if is_folder and not exists(final / "COMPLETE"):
+        _empty(final)
     _sync(state, mark, temp)
     temp.rename(final)  # fails if `final` exists and is not an empty folder
     _sync(final.parent)
@@ -714,11 +716,11 @@ def export_hf(
 
 def write_export(out: Path, fill: Callable[[Path], None], facts: Facts) -> None:
     """Writes the export `out` atomically. `fill` gets a new folder and writes all files except torz.json,
-    which gets `facts` (see `marker`). Raises UserError if `out` is something else than an export or a new
-    folder, or if a write fails."""
+    which gets `facts` (see `marker`). Raises UserError if a write fails, or if `out` is not what
+    `check_export_path` allows."""
     needed = (
-        "space and permission there, and then the same command, or "
-        "ckpt.py export (the checkpoints are intact)"
+        "space and permission there; then repeat the command, or use ckpt.py export "
+        "(the checkpoints are intact)"
     )
     with explained(f"{out} can't be written", needed, (OSError, SafetensorError)):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -752,8 +754,9 @@ def _backup_path(out):
 
 
 def _save_config(folder, model, tokenizer, source, facts):
-    """Writes the files of an export that are not weights. source: folder of the base model. facts: see
-    `marker`"""
+    """Writes the files of an export that are not weights.
+
+    source: folder of the base model. facts: the content of torz.json, as `marker` returns it"""
     config = load_config(source)  # not model.config, which names torz's own attention function
     config.dtype = "bfloat16"
     if getattr(model, "score", None):  # a critic

@@ -1063,10 +1063,10 @@ def set_allocator() -> None:
     torch is imported.
 
     Big blocks of pinned host memory are not cached, because torch 2.13 would reuse them without checking
-    their size (PyTorch pull request 192722). torch 2.11 does not start with these options."""
+    their size (PyTorch pull request 192722). torch 2.11 has no such options, and would not start."""
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return
-    # A slow import: 0.07 s. Each grading server imports this file and does not need it.
+    # Imported only here: it takes 0.07 s, and the grading servers, which import this file, do not need it.
     from importlib.metadata import version
 
     options = "expandable_segments:True"

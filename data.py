@@ -427,9 +427,9 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
             value = json.loads(text)
         require(
             name in known and isinstance(value, str | int),  # a bool is an int
-            f"--template_args {word}: the chat template reads no such argument",
-            f"NAME=VALUE, a single value for one of {', '.join(sorted(known))}; "
-            "or --template_args without a value",
+            f"--template_args {word}: the chat template reads no such argument, or no such value",
+            f"a text, a bool or a whole number for one of {', '.join(sorted(known))}; or nothing after "
+            "--template_args",
         )
         default = f"{{% set {name} = {_as_jinja(value)} %}}"
         # {{ '' }} keeps a line break at the start of `template`, which Jinja would drop after a block's end.
@@ -438,8 +438,8 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
 
 
 def chat_template(tokenizer: Any, form: str, system_prompt: str = "") -> str:
-    """Returns a Jinja chat template that makes the same prompts as in training. One that is made of a text
-    template is tried on an example; returns "" if the example gets other tokens than in training.
+    """Returns a Jinja chat template that makes the same prompts as in training. If `form` is given, tries the
+    template on an example, and returns "" if the example gets other tokens than in training.
 
     form: the text of --template, with {problem} in place of the problem; "" for `--template chat`"""
     if not form:

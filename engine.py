@@ -93,7 +93,8 @@ class MemoryLedger:
         return held | {
             "mem/residual_gb": self.residual,
             "mem/host_peak_gb": peak / 2**20,
-            # Only vLLM marks "weights". The seconds of "awake" begin after "sync".
+            # vLLM wakes in two parts: "weights" before "sync", and the KV cache ("awake") after it. The torch
+            # engine has only the second part.
             "time/wake": seconds.get("weights", 0.0) + seconds["awake"],
             "time/sync": seconds["sync"],
             "time/sleep": seconds["asleep"],

@@ -72,7 +72,7 @@ def parse_terms(reward: Sequence[str], parts: Collection[str]) -> list[Term]:
     require(
         len(names) == len(terms),
         f"--reward {' '.join(reward)} has two terms with the same name",
-        "one of math, choice and exact, one function for each data set, and functions with different names",
+        "at most one of math, choice and exact, at most one function for a data set, and different names",
     )
     return sorted(terms, key=lambda t: not t.is_grader)
 

@@ -450,7 +450,8 @@ def decoupled_advantages(samples: list[Sample], cfg: Config) -> Tensor:
     caller divides it by `grpo.batch_std`."""
     total = 0
     for term in terms_of(cfg):
-        # `entered` has weighted values. It lacks a term that does not grade the sample: 0.
+        # entered: name of a term -> its value times its weight, which is divided out here. A term that does
+        # not grade the sample is not in it, and counts as 0.
         values = [s.entered.get(term.name, 0) / (term.weight or 1) for s in samples]
         rewards = torch.tensor(values, dtype=torch.float64)
         rewards = rewards.view(-1, cfg.samples_per_prompt)
@@ -473,11 +474,11 @@ def make_packs(
     # All ranks number the samples of all ranks in the same order, and compute the same layout.
     rows = []
     for s in samples:
-        loss_tokens = int(s.is_sampled.sum()) if s.in_loss else 0
-        rows.append((*s.key, s.length, loss_tokens))
+        of_loss = int(s.is_sampled.sum()) if s.in_loss else 0  # its loss tokens
+        rows.append((*s.key, s.length, of_loss))
     every = sorted(dist.gather_all(rows))
     number = {row[:2]: i for i, row in enumerate(every)}  # (prompt_id, sample_id) -> its number
-    prompts, _, lengths, trained = np.array(every).T
+    prompts, _, lengths, loss_tokens = np.array(every).T
     shape = plan.shape_of(model.config.to_dict(), "the policy")
     params = shape.policy_params
     # A function: (tokens, sum of the samples' squared lengths) -> FLOP of a forward pass
@@ -485,8 +486,9 @@ def make_packs(
     cost = forward_flops(lengths, lengths**2)  # of each sample
     layout = assign(lengths, cost, prompts, world.size, cfg, step)
     if cfg.aggregation == "prompt":
-        samples = add_prompt_shares(samples, layout, prompts, trained)
-    fresh_step = step if cfg.carry else None  # with --carry, earlier weights sampled some tokens
+        samples = add_prompt_shares(samples, layout, prompts, loss_tokens)
+    # With --carry, earlier weights sampled some tokens. `pack` finds them by the step.
+    fresh_step = step if cfg.carry else None
     mine = dist.balance(samples, number, layout)  # number -> sample
 
     def packed(indices):

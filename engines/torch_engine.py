@@ -278,7 +278,7 @@ class Rows(Cache):
 
     def read(self, layer, query, scaling, window=None):
         """See Pages.read. Here R is the number of rows."""
-        end = self.column
+        end = self.column  # `begin` has counted the new token's column
         begin = 0
         if window:
             begin = max(0, end - window)
@@ -503,7 +503,8 @@ class Slots:
         for j, r in enumerate(new):
             position = r.prefix_len  # of the first input, the last token of the prompt
             end = position + r.limit  # the position of the last token that may be sampled
-            inputs[j] = r.prompt[-1], position, end - 1
+            last = end - 1  # of the inputs; the last sampled token is no input
+            inputs[j] = r.prompt[-1], position, last
             draws[j, position:end] = uniforms((*seed, *r.key), r.limit)
             table[j, : len(r.pages)] = r.pages
         for state, values in (
@@ -589,18 +590,18 @@ class TorchEngine(Engine):
         self.may_end[list(self.eos)] = True
         slots = self._allocate(waiting)
         self._fill(slots, waiting, seed)
-        seen = 0  # number of slots whose last tokens are not yet copied
+        to_copy = 0  # number of slots whose last tokens are not yet copied
         while slots.responses and self.goes_on():
             if slots.is_paged:
-                # Copy the earlier steps' tokens while the GPU runs the next steps, so that it never waits.
-                finish_copy = slots.copy(seen)
+                # Copy the tokens of the last turn while the GPU decodes, so that it never waits.
+                finish_copy = slots.copy(to_copy)
                 self._decode(slots, temperature, top_p)
             else:
                 self._decode(slots, temperature, top_p)
                 finish_copy = slots.copy(len(slots.responses))
             ended = self._look(slots, finish_copy())
-            # The next copy has tokens of these slots, but not of the slots that `_fill` fills now.
-            seen = len(slots.responses)
+            # Slots that `_fill` adds now have no tokens for the next copy.
+            to_copy = len(slots.responses)
             self._fill(slots, waiting, seed)
             for r in ended:
                 yield self.sample(

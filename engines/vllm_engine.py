@@ -173,9 +173,9 @@ class VLLMEngine(Engine):
             reason = str(output.finish_reason)  # "stop": EOS; "length": the limit; "None": goes on
             logprobs = output.new_logprobs
             assert reason in ("None", "stop", "length"), f"vLLM ended a response: {reason}"
-            # One token came, and the log-prob is that of this token.
-            one = logprobs.logprob_token_ids.tolist() == [output.new_token_ids]
-            assert one, "vLLM's log-prob is not that of one sampled token"
+            # Whether one token came, and the log-prob is that of this token
+            is_of_token = logprobs.logprob_token_ids.tolist() == [output.new_token_ids]
+            assert is_of_token, "vLLM's log-prob is not that of one sampled token"
             ids += array("i", output.new_token_ids)
             logp.append(logprobs.logprobs.item())
             stopped = reason == "stop" or self.at_stop(ids)

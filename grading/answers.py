@@ -297,7 +297,8 @@ def _same_named(answer, gold, prove):
             is_identity = set() != letters_of(left) == letters_of(right)
             if is_identity and not is_name(left):  # (x+1)^2=x^2+2x+1
                 return _same(right, gold, prove) and prove(left, right)
-    # If the gold answer is x=5 or V=ah, the answers x-5=0 and V/a=h are wrong: the equation must be solved.
+    # Whether the gold answer is a value, alone or with a name: 5, x=5, V=ah. Then equations that are not
+    # solved, such as x-5=0 and V/a=h, are wrong.
     is_value = needed is None or is_name(needed)
     # xy=5 and x+y=5 may be equations of curves. So the answer y=5-x is right, and the answer 5 is wrong.
     if needed and needed[0] == "*" and as_text(needed).islower():
@@ -607,7 +608,8 @@ def _formulas(node):
         return set()
     inner = []
     if kind == "chain":
-        inner = [parts[0], *parts[1]]
+        value, steps, _ = parts
+        inner = [value, *steps]
     elif kind in ("list", "set", "choice", *EQUATIONS):
         inner = inner_nodes(node)
     return {node}.union(*map(_formulas, inner))

@@ -214,17 +214,18 @@ class _Parser:
         return self.next()[1:]
 
     def name(self, name):
-        r"""x_1, C_5^2"""
+        r"""Reads what may follow a name: primes, an index, arguments. Returns a name such as x_1, a call such
+        as f(x), or \binom for C_5^2."""
         while self.take("'"):
             name += "'"
         index = self.index()
-        if name in "Cc" and index and self.take("^"):
+        if name in "Cc" and index and self.take("^"):  # C_5^2: the index is the upper number
             top = parse_tokens(tokens_of(index))
             return "call", r"\binom", top, self.parse(10)
         name += f"_{index}" if index else ""
         following = self.tokens[self.at : self.at + 3]
         is_function = name[0] in "fghFGPE" and self.token == "("
-        if is_function or following == ["(", "0", ")"]:
+        if is_function or following == ["(", "0", ")"]:  # y(0) is a call, y(x) may be a product
             return "call", name, *_arguments(self.operand())
         return REALS if name == r"\mathbbR" else ("name", name)
 
@@ -847,7 +848,8 @@ PHRASES = {
 FILLER = any_of("all any every is integer number")
 RESIDUE = r"(even|odd)|(not )?(?:divisible by|multiple of) ([2-9]|[1-9]\d)"
 RESIDUES = rf"(?:{FILLER} )*(?:[a-z] )?(?:{FILLER} )*(?:{RESIDUE})(?: {FILLER})*(?: [a-z])?"
-# Words for residues: n is even; odd integers; n not divisible by 3. One letter: mn is even is not n is even
+# Words for residues: n is even; odd integers; n not divisible by 3. Only one letter may stand there: "mn is
+# even" is not "n is even".
 RESIDUES = re.compile(RESIDUES)
 
 

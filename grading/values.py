@@ -140,9 +140,11 @@ def _result(kind, values):
         if any(value % 1 for value in values):
             raise ValueError
     result = OPERATIONS[kind](*values)
-    # The digits must reach from the largest term to the smallest, as in 2^{999}+1.
+    # The digits must reach from the largest term to the smallest, as in 2^{999}+1. A decimal digit has 3.3
+    # bits, so 1.5 bits for each digit are less than half of all.
     if has_many_digits and result:
-        if abs(mpmath.mag(result)) > 1.5 * mp.dps:
+        bits = abs(mpmath.mag(result))
+        if bits > 1.5 * mp.dps:
             raise OverflowError
     return result
 
@@ -212,7 +214,8 @@ def math_equal(
     if len(text) > 1000:  # longer than any answer; so the time is limited
         return False
     letters = letters_of(answer) | letters_of(gold)
-    letters.update(*filter(str.isupper, letters))  # also G and M for GM
+    for name in filter(str.isupper, [*letters]):
+        letters.update(name)  # G and M for GM
     digits = 20_000  # 2^{2023}+1 needs many digits
     # \sqrt2, \sin1, f(1), e^2 and 2^{1/3} take long with many digits, but \binom52 does not
     if re.search(r"root|\\(?!b)|call\([^!\\[|]|\be\b|\^\([\d-]+[./]", text):
@@ -227,7 +230,7 @@ def math_equal(
         points = [*_points(letters, ours, theirs)]
         limit = _limit(answer, gold, tolerance)
         if gold[0] in EQUATIONS:
-            return any(letters) and _same_equation(answer, gold, points, limit)
+            return bool(letters) and _same_equation(answer, gold, points, limit)
         pairs = [(_value(answer, point), _value(gold, point)) for point in points]
         are_sums = answer[0] == gold[0] == "+"
         if are_sums and len(letters) == 2 and C in answer and C in gold:

@@ -72,15 +72,15 @@ def facts_of(
         "problems (--data, --template, --reward)": fingerprint(problems),
         "chat template": template_hash(tokenizer, cfg.template),
         "--reward": [f"{t.name}={t.weight} {t.kind} {t.dataset}" for t in terms],
-        # A term without DATASET@ has the name of its function, so "--reward" has it. A checkpoint without
-        # this fact can still be resumed: `differences` skips facts that the old side lacks.
+        # Without DATASET@, the name of a term is that of its function. With it, the function is a fact of its
+        # own. Older checkpoints lack this fact, so `differences` does not compare it.
         "DATASET@ functions of --reward": [t.custom.rpartition(":")[2] for t in terms if t.dataset],
         "--env": cfg.env.rpartition(":")[2],
         "files of --reward and --env": [*grader.files.values()],
     }
     # Changed problems would give other scores under the same metric name.
     content |= {f"--eval_data {name}": fingerprint(part) for name, part in held_out.items()}
-    # So would other temperatures, if the sets come in another order.
+    # So would other temperatures. They are given in the order of the sets.
     for name, temperature in zip(held_out, cfg.eval_temperature, strict=False):
         content[f"--eval_temperature of {name}"] = temperature
     read = settings(cfg) | content

@@ -753,15 +753,16 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
     The peak is at one of these instants. The phases: "sync" (the engine gets new weights), "rollout", "ref",
     "critic" and "policy"."""
     policy = case.models["policy"]
-    # A sync gathers one layer or the root (all other weights) at a time. FSDP copies a rank's shard, gathers
-    # the weights into a buffer, then copies them to tensors, so these weights are in memory twice.
-    # `root` and `gathered` are numbers of weights, and become bytes in `sync`.
+    # A sync gathers one layer or the root (all other weights) at a time. FSDP copies this rank's shard,
+    # gathers all shards in a buffer, and copies the buffer to tensors. So each gathered weight is in memory
+    # twice, and this rank's shard once more. These are numbers of weights; in `sync`, they become bytes.
     root = case.params["policy"] - policy.layers * policy.layer
-    gathered = 2 * max(root, policy.layer)
+    largest = max(root, policy.layer)
+    gathered = 2 * largest
     if case.shards > 1:
-        gathered += gathered / 2 / case.shards
+        gathered += largest / case.shards
     elif case.cfg.lora:
-        # Merging the adapters copies one matrix, partly in fp32: 8 times its size in all.
+        # Nothing is gathered. Merging the adapters copies one matrix, partly in fp32: 8 times its size.
         gathered = 8 * policy.hidden * policy.inner
     # While vLLM loads the embedding, or the output layer, it has this matrix two more times
     # (VLLMEngine.load). If both are tied, it also keeps the memory of an output layer. Without engine_sleeps
@@ -773,7 +774,8 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         "gathered weights": case.number_bytes * gathered + HOLES * case.base("policy"),
         "engine weights": case.engine_weights + case.number_bytes * copies,
     }
-    # `_asleep` adds vLLM's "sleeping engine". For the torch engine, it has the same "engine weights" as sync.
+    # `_asleep` adds the memory that vLLM has even at sleep. For the torch engine, it has the same "engine
+    # weights" as sync.
     instants = [
         ("sync", sync | _asleep(case)),
         ("rollout", _engine_memory(case)),
@@ -784,7 +786,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         tokens = case.cfg.pack_len
         # The reference is not trained. Only the layer that runs has activations, most of them in its MLP: for
         # each token three tensors of size `inner` (four without silu), and up to six of size `hidden`. A
-        # delta net has as many as in a recomputed layer. They are freed before there are logits.
+        # delta net needs as much as a recomputed layer. All activations are freed before there are logits.
         _, of_net = _per_token(case, shape, recompute=shape.layers)
         of_mlp = case.number_bytes * ((4 - shape.silu) * shape.inner + 6 * shape.hidden)
         activations = tokens * max(of_net, of_mlp)
@@ -797,7 +799,7 @@ def memory(case: Case) -> list[tuple[str, Usage]]:
         instants.append(("ref", ref | _asleep(case)))
     found = [(phase, _with_total(case, usage)) for phase, usage in instants]
     for name, recompute in case.recompute.items():  # the phases "critic" and "policy"
-        found += product([name], _update_instants(case, name, recompute))
+        found += [(name, usage) for usage in _update_instants(case, name, recompute)]
     return found
 
 
@@ -1160,12 +1162,12 @@ def remedy(case: Case) -> str:
     all of them with 2, 4, 8, … times as many ranks. If none fits then, returns the advice to use a smaller
     model or other devices."""
     cfg = case.cfg
-    node = case.local
-    if case.gpu and case.world <= node:  # on one machine; it may have NODE GPUs
-        node = max(node, NODE)
+    of_machine = case.local  # most ranks of a machine
+    if case.gpu and case.world <= of_machine:  # one machine; it may have NODE GPUs
+        of_machine = max(of_machine, NODE)
     for doublings, change in product(range(11), _changes(case)):
         ranks = case.world * 2**doublings
-        local = min(ranks, node)
+        local = min(ranks, of_machine)
         other = replace(cfg, **change)
         if shortage(replace(case, world=ranks, local=local, cfg=other)):
             continue

@@ -484,9 +484,9 @@ def report_on(
     out: Path | None = None,
     metric: str = "",
 ) -> None:
-    """Write plot.png and report.html to the folder of a run, and print a summary. With several runs, --out or
-    --metric, print summaries and a table. Write their curves to --out, or the table if --out ends in .csv or
-    .tex.
+    """Write plot.png and report.html to the folder of a run, and print a summary. If there are several runs,
+    or if --out or --metric is given, print summaries and a table instead, and write their curves to --out,
+    or the table if --out ends in .csv or .tex.
 
     Args:
         runs: folders of runs (train.py's --out); if none is given, the current folder
@@ -509,7 +509,7 @@ def report_on(
         return
     to = out or Path("compare.png")
     if not metric:
-        # From the newest row: a run may be continued with other --eval_data or --eval_samples.
+        # The newest rows come first, because a run may be continued with other --eval_data or --eval_samples.
         accuracies = _names(read_metrics(runs[0])[::-1], r"eval/.+/avg@\d+")
         metric = accuracies[0] if accuracies else "reward"
     rows = table(runs, metric)
