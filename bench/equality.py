@@ -103,8 +103,8 @@ PARTS = {"seen": "synthetic, two thirds, seen", "unseen": "synthetic, one third,
          "ninth": "written with its code at hand to find errors, seen by its seventh revision",
          "tenth": "by one more author, and one with its code at hand, seen by its eighth revision",
          "eleventh": "by two more authors, easy pairs left out, seen by its ninth revision",
-         "twelfth": "by two more authors, usual answers, not seen by its tenth revision, the grammar",
-         "thirteenth": "by two more authors, usual answers, seen by its eleventh revision",
+         "twelfth": "by two more authors, usual answers, seen by its eleventh revision",
+         "thirteenth": "by two other authors, usual answers, seen by its eleventh revision",
          "golds": "gold answers as in competitions, two thirds, seen",
          "others": "gold answers as in competitions, one third, unseen"}
 
