@@ -807,8 +807,8 @@ def end_of_step(
             run.saver.save(done, run.carried)
     metrics |= step_metrics(run, meter, began)
     log.step(step, metrics)
-    if run.world.main:
-        for text in new_alarms(log.history, cfg):  # the rows of this step and of all earlier steps
+    if run.world.main and log.history:  # history: the rows of this step and of all earlier steps
+        for text in new_alarms(log.history, cfg):
             log.alarm(text, step)
     log_errors(run, step)
     return dist.stop_requested()
@@ -832,7 +832,7 @@ def step_metrics(run: Run, meter: Meter, began: float) -> dict[str, float]:
         m = meter.reduce()  # m: metric -> value
 
     variance = meter.variances  # metric -> variance
-    m["response_len/std"] = variance["response_len"] ** 0.5
+    m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
     if "returns" in m:
         m["explained_variance"] = 0.0
         # fp32 rounds equal returns R to numbers that differ by about 1e-7 R
