@@ -832,6 +832,7 @@ def step_metrics(run: Run, meter: Meter, began: float) -> dict[str, float]:
         m = meter.reduce()  # m: metric -> value
 
     variance = meter.variances  # metric -> variance
+    # A step may have no finished response (--carry).
     m["response_len/std"] = variance.get("response_len", 0.0) ** 0.5
     if "returns" in m:
         m["explained_variance"] = 0.0
