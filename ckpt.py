@@ -877,7 +877,7 @@ def main(argv: list[str]) -> None:
             export(Path(run), step, Path(os.path.abspath(out)), *what, base=base)
         case _:
             raise UserError(
-                f"unknown command: ckpt.py {' '.join(argv)}; needed: "
+                f"unknown command: {' '.join(['ckpt.py', *argv])}; needed: "
                 "python ckpt.py export RUN STEP|best|last OUT [critic|adapter] [--model DIR]"
             )
 
