@@ -428,8 +428,8 @@ def set_arguments(tokenizer: Any, words: Sequence[str]) -> None:
         require(
             name in known and isinstance(value, str | int),  # a bool is an int
             f"--template_args {word}: the chat template reads no such argument, or no such value",
-            f"a text, a bool or a whole number for one of {', '.join(sorted(known))}; or nothing after "
-            "--template_args",
+            "NAME=VALUE, a text, a bool or a whole number for one of "
+            f"{', '.join(sorted(known))}; or --template_args without a value",
         )
         default = f"{{% set {name} = {_as_jinja(value)} %}}"
         # {{ '' }} keeps a line break at the start of `template`, which Jinja would drop after a block's end.
