@@ -65,8 +65,8 @@ gsm8k: .venv/.demo
 	  $(if $(DATA),--data $(DATA)) $(if $(EVAL),--eval_data $(EVAL)) --seed $(SEED) --out runs/gsm8k-$(SEED) $(ARGS)
 
 # Two processes at once take half the time on two cores. One of them has all tests that start vLLM, and others.
-WITH_VLLM := $(patsubst %,tests/test_%.py,ablations answers kernels methods mistakes recipes reward trajectories turns \
-  families z_engines)
+WITH_VLLM := $(patsubst %,tests/test_%.py,ablations answers envs forks kernels methods mistakes recipes reward \
+  trajectories turns families z_engines)
 
 test: .venv/.test
 	.venv/bin/ruff check .
