@@ -462,7 +462,7 @@ class Config:
         of_graphs, of_step = (10, 5) if self.eval_top_p < 1 else (2, 2)
         # With rounds or an environment, a prompt may have an unfinished response or earlier turns.
         longest = self.engine_len if self.round_len or self.env else self.max_prompt_len
-        # Most activations are in memory in the MLP (fitted to what bench/nullgpu counted).
+        # A pack of prompts holds the most activations in the MLP (fitted to what bench/nullgpu counted).
         activations = number_bytes * max(PREFILL, longest) * (4 * inner + 5 * hidden)
         # 0.35 GiB: free memory in pieces, and cuBLAS
         return of_graphs * logits + max(of_step * logits, activations) + 0.35 * GIB

@@ -317,8 +317,9 @@ def _submit(grader, terms, reward, extractor, row, number, where):
     require(
         gold is not None, f"{where} has no answer as text", '{"response": "text", "answer": "text"}'
     )
+    lacks_row = "gold" in row and "row" not in row
     require(
-        not grader.reads_rows or "gold" not in row or "row" in row,
+        not (lacks_row and grader.reads_rows),
         f"{where} is a sample without its row of the data file, which --reward reads",
         "samples of a run whose --reward reads it, too",
     )

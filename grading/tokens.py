@@ -13,7 +13,7 @@ def table(*rows):
 # Unicode characters, and what they become. Unicode's normal form NFKC replaces others, such as full-width
 # digits.
 RUNS = {"[⁰¹²³⁴-⁹⁺⁻ⁿ]+": r"^{\g<0>}", "[₀-₉ₙ]+": r"_{\g<0>}"}  # x¹², a₁₂
-TEMPLATES = {  # {} is the sign in its plain form
+TEMPLATES = {  # {} is the sign itself
     "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞": " {}",
     "①②③④⑤⑥⑦⑧⑨⑩⑪⑫⑬⑭⑮⑯⑰⑱⑲⑳": r"\textcircled{{{}}}",
     "ℝℤℕℚℂ": r"\mathbb{{{}}}",

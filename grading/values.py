@@ -150,8 +150,9 @@ def _result(kind, values):
 
 
 def _unknown(name, values):
-    r"""Returns a value for an unknown function, such as f(1,2): a number that is another one for each name
-    and for other arguments. f(1,2) and f(2,1) differ; \gcd(1,2) and \gcd(2,1), a command, are equal."""
+    r"""Returns a number that stands for the value of an unknown function, such as f(1,2). It differs for each
+    name and each list of arguments: f(1,2) and f(2,1) differ. The order of a command's arguments does not
+    count: \gcd(n,2) and \gcd(2,n) are equal."""
     total = mpf(Random(f"{name}{len(values)}").random())
     for place, value in enumerate(values, 1):
         total += place * mpmath.atan(value + place) if name[0].isalpha() else mpmath.atan(value)
@@ -292,7 +293,8 @@ def _below(node, point):
 
 def _same_family(answer, gold):
     r"""Returns whether two expressions have the same values for all integers k: k\pi and -k\pi, but not
-    x=k\pi and y=k\pi. Compares the values up to the size of a fifth of the gold answer's."""
+    x=k\pi and y=k\pi. Compares only the smallest values, a fifth of all: since k ends at 60, the largest
+    values of two equal families may differ."""
     name, value = parts_of(answer, "named", "", answer)
     needed, gold_value = parts_of(gold, "named", "", gold)
     if name and needed and short_name(name) != short_name(needed):

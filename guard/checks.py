@@ -299,13 +299,12 @@ def ungradable(
     for i in indices:
         gold = problems[i].answer
         kind = problems[i].kind
-        if (
-            len(gold) > MAX_ANSWER
-            or (kind == "choice" and not grade(gold, gold, kind))  # not a letter
-            or (
-                kind == "math"
-                and (PLACEHOLDER.fullmatch(gold) or len(WORD.findall(gold)) > MOST_WORDS)
-            )
+        if len(gold) > MAX_ANSWER:
+            bad.append(i)
+        elif kind == "choice" and not grade(gold, gold, kind):  # not a letter
+            bad.append(i)
+        elif kind == "math" and (
+            PLACEHOLDER.fullmatch(gold) or len(WORD.findall(gold)) > MOST_WORDS
         ):
             bad.append(i)
         elif kind == "math":
